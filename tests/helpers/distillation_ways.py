@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from three_ways import _check, _orders, linear_inputs
+from three_ways import Results, _check, _orders, linear_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -85,8 +85,9 @@ def check_distillation(
     frozen: tuple[str, ...] = (),
     chunk_mib: float | None = None,
     operator: Callable[..., Tensor] = linear_distillation,
+    autocast: torch.dtype | None = None,
     **options: Any,
-) -> dict[str, Tensor | None]:
+) -> Results:
     """Hold ``linear_distillation`` to the rule; its loss and gradients are returned."""
 
     def ours(**x: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def check_distillation(
         exact = {name: value.double() for name, value in teacher.items()}
         return _eager(0, x, exact, labels, options)
 
-    return _check(ours, eager, truth, student, upstream, frozen)
+    return _check(ours, eager, truth, student, upstream, frozen, autocast=autocast)
 
 
 def _eager(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import truths
-from exactness import assert_no_worse, error
-from three_ways import ORDERS, _orders, paired
+from exactness import error
+from three_ways import Results, _orders, dtype_of, hold, paired, three
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -43,10 +43,6 @@ def upstream_of(kind: str, labels: Tensor) -> dict[str, Tensor]:
     return {name: u.to(labels.device) for name, u in UPSTREAM[kind](len(labels)).items()}
 
 
-def leaves_of(inputs: Mapping[str, Tensor], frozen: Collection[str] = ()) -> dict[str, Tensor]:
-    return {k: v.detach().clone().requires_grad_(k not in frozen) for k, v in inputs.items()}
-
-
 def bent(
     logits: Tensor, softcap: float | None = None, logit_scale: float = 1.0, temperature: float = 1.0
 ) -> Tensor:
@@ -76,26 +72,6 @@ def eager_log_probs(
     return LogProbs(*(v.masked_fill(~supervised, 0) for v in values))
 
 
-def results_and_gradients(
-    results_of: Callable[..., LogProbs],
-    inputs: Mapping[str, Tensor],
-    upstream: Mapping[str, Tensor],
-    frozen: Collection[str] = (),
-) -> dict[str, Tensor | None]:
-    """Every result, and under ``d`` and its name each input's gradient; ``upstream``: (N,) of the
-    results by their names.
-    """
-    leaves = leaves_of(inputs, frozen)
-    results = results_of(**leaves)._asdict()
-    if any(leaf.requires_grad for leaf in leaves.values()):
-        named = [results[name] for name in upstream]
-        torch.autograd.backward(
-            named, [u.to(r.dtype) for r, u in zip(named, upstream.values(), strict=True)]
-        )
-    detached = {k: None if v is None else v.detach() for k, v in results.items()}
-    return detached | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
-
-
 def check_log_probs(
     inputs: Mapping[str, Tensor],
     labels: Tensor,
@@ -107,8 +83,9 @@ def check_log_probs(
     same_gradient: bool = True,
     row_weights: Tensor | None = None,
     operator: Callable[..., LogProbs] | None = None,
+    autocast: torch.dtype | None = None,
     **options: Any,
-) -> dict[str, Tensor | None]:
+) -> Results:
     """Hold ``linear_log_probs`` to the rule; its results and gradients are returned.
 
     ``upstream``: 1 for each log-probability if not given.
@@ -133,42 +110,22 @@ def check_log_probs(
     def truth(**x: Tensor) -> LogProbs:
         return truths.linear_log_probs(**paired(x), labels=labels.long(), **options)
 
-    our = results_and_gradients(ours, inputs, upstream, frozen)
-    for name, value in inputs.items():
-        gradient = our[f"d{name}"]
-        assert gradient is None or (gradient.dtype, gradient.shape) == (value.dtype, value.shape)
-    exact_inputs = {name: value.double() for name, value in inputs.items()}
-    exact = results_and_gradients(truth, exact_inputs, upstream, frozen)
+    eager = partial(_eager, labels, options)
+    ways = three(ours, eager, truth, inputs, upstream, frozen, autocast)
+    (our, _, exact), dtype = ways, autocast or dtype_of(inputs)
     names = [name for name in exact if name in asked or name not in FIELDS]
-    if dtype_of(inputs) == torch.float64:  # the truth itself is no better
-        torch.testing.assert_close({n: our[n] for n in names}, {n: exact[n] for n in names})
-        return our
     if "is_top1" in names:
         names.remove("is_top1")
-        certain = _certain(inputs, labels, options)
+        certain = _certain(inputs, labels, options, dtype)
         assert torch.equal(our["is_top1"][certain], exact["is_top1"][certain])
-    eagers = [
-        results_and_gradients(partial(_eager, order, labels, options), inputs, upstream, frozen)
-        for order in range(ORDERS)
-    ]
-    worst = {name: max((e[name] for e in eagers), key=partial(_off, exact[name])) for name in names}
-    ways = [{name: way[name] for name in names} for way in (our, worst, exact)]
-    assert_no_worse(*ways, dtype_of(inputs))
+    hold(*({name: way[name] for name in names} for way in ways), dtype)
     return our
 
 
-def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
-    return inputs["hidden_states"].dtype
-
-
-def _off(truth: Tensor | None, value: Tensor | None) -> float:
-    return 0.0 if truth is None or value is None else error(value, truth)
-
-
 def _eager(
-    order: int,
     labels: Tensor,
     options: Mapping[str, Any],
+    order: int,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -188,7 +145,9 @@ def _eager(
     return LogProbs(*(each[rows.argsort()] for each in results))
 
 
-def _certain(inputs: Mapping[str, Tensor], labels: Tensor, options: Mapping[str, Any]) -> Tensor:
+def _certain(
+    inputs: Mapping[str, Tensor], labels: Tensor, options: Mapping[str, Any], dtype: torch.dtype
+) -> Tensor:
     """(N,) where logits as exact as the rule asks for cannot differ in whether the label is the
     most likely class.
     """
@@ -199,10 +158,10 @@ def _certain(inputs: Mapping[str, Tensor], labels: Tensor, options: Mapping[str,
         total = linear(x["hidden_states"], x["weight"], x.get("bias"))
         return total + linear(x["low_rank"], x["low_rank_weight"]) if "low_rank" in x else total
 
-    z = bent(logits(**inputs), **options)
+    z = bent(logits(**{name: value.to(dtype) for name, value in inputs.items()}), **options)
     exact = bent(logits(**{name: value.double() for name, value in inputs.items()}), **options)
     label = torch.where(supervised, labels, 0).long()[:, None]
     margin = exact.gather(1, label) - exact.scatter(1, label, -torch.inf).amax(1, keepdim=True)
     largest = exact.abs().max() if len(labels) else 0.0
-    allowed = 2 * error(z, exact) + torch.finfo(dtype_of(inputs)).eps * largest
+    allowed = 2 * error(z, exact) + torch.finfo(dtype).eps * largest
     return ~supervised | (margin[:, 0].abs() > 2 * allowed)

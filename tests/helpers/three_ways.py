@@ -1,4 +1,5 @@
-"""One loss three ways on the same values: ours, eager PyTorch in the same dtype, and in float64.
+"""Results and gradients of a loss three ways on the same values: ours, eager PyTorch in the same
+dtype, and in float64.
 
 How far off eager is, is partly luck where little is summed: in its dtype it may happen to hit the
 truth. So eager is asked in several orders of tokens, columns and classes, and its worst answer
@@ -25,6 +26,7 @@ from liger_patch.kernels.options import LossOptions
 
 ORDERS = 4  # in which eager is asked
 LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Results = dict[str, Tensor | None]
 ROW_OPTIONS = tuple(LossOptions.__dataclass_fields__)
 
 # True stands for a tensor that fits the inputs, see `filled`
@@ -154,19 +156,35 @@ def eager_cross_entropy(
     return losses.sum() / torch.where(denominator == 0, torch.inf, denominator)
 
 
-def loss_and_gradients(
-    loss_of: Callable[..., Tensor],
+def results_and_gradients(
+    results_of: Callable[..., Any],
     inputs: Mapping[str, Tensor],
-    upstream: Tensor | None = None,
+    upstream: Tensor | Mapping[str, Tensor] | None = None,
     frozen: Collection[str] = (),
-) -> dict[str, Tensor | None]:
-    """The loss, and each input's gradient by its name; ``upstream``: the loss's gradient, or 1."""
+    autocast: torch.dtype | None = None,
+) -> Results:
+    """The results by their names, or the loss, and each input's gradient by its name.
+
+    Args:
+        results_of: returns a loss, or a named tuple.
+        upstream: gradients of results by their names, or that of the loss: 1 if not given.
+        frozen: inputs without a gradient.
+        autocast: the dtype of products in the forward pass.
+    """
     leaves = {k: v.detach().requires_grad_(k not in frozen) for k, v in inputs.items()}
-    loss = loss_of(**leaves)
-    assert loss.requires_grad == any(leaf.requires_grad for leaf in leaves.values())
-    if loss.requires_grad:
-        loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype))
-    return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+    device = next(iter(leaves.values())).device
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        found = results_of(**leaves)
+    results = {"loss": found} if isinstance(found, Tensor) else found._asdict()
+    if not isinstance(upstream, Mapping):
+        upstream = {"loss": torch.ones_like(found) if upstream is None else upstream}
+    pairs = [(results[name], u.to(results[name].dtype)) for name, u in upstream.items()]
+    is_graph = any(leaf.requires_grad for leaf in leaves.values())
+    assert all(result.requires_grad == is_graph for result, _ in pairs)
+    if is_graph:
+        torch.autograd.backward(*zip(*pairs, strict=True))
+    detached = {k: None if v is None else v.detach() for k, v in results.items()}
+    return detached | {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def paired(inputs: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -184,8 +202,9 @@ def check_linear(
     frozen: Collection[str] = (),
     chunk_mib: float | None = None,
     operator: Callable[..., Tensor] | None = None,
+    autocast: torch.dtype | None = None,
     **options: Any,
-) -> dict[str, Tensor | None]:
+) -> Results:
     """Hold ``linear_cross_entropy`` to the rule; its loss and gradients are returned."""
     chunks = {} if chunk_mib is None else {"chunk_mib": chunk_mib}
 
@@ -211,12 +230,12 @@ def check_linear(
         how = _for_reference(options)
         return reference.linear_cross_entropy(**paired(x), labels=labels.long(), **how)
 
-    return _check(ours, eager, truth, inputs, upstream, frozen)
+    return _check(ours, eager, truth, inputs, upstream, frozen, autocast=autocast)
 
 
 def check_logits(
     logits: Tensor, labels: Tensor, *, upstream: Tensor | None = None, **options: Any
-) -> dict[str, Tensor | None]:
+) -> Results:
     """Hold ``cross_entropy`` to the rule, with float32's eps for its float32 loss."""
 
     def ours(logits: Tensor) -> Tensor:
@@ -239,37 +258,64 @@ def _check(
     inputs: Mapping[str, Tensor],
     upstream: Tensor | None,
     frozen: Collection[str] = (),
+    *,
     loss_dtype: torch.dtype | None = None,
-) -> dict[str, Tensor | None]:
+    autocast: torch.dtype | None = None,
+) -> Results:
+    our, worst, exact = three(ours, eager, truth, inputs, upstream, frozen, autocast)
+    hold(our, worst, exact, autocast or dtype_of(inputs))
+    if loss_dtype is not None:
+        hold(*({"loss": way["loss"]} for way in (our, worst, exact)), loss_dtype, eps=4)
+    return our
+
+
+def three(
+    ours: Callable[..., Any],
+    eager: Callable[..., Any],  # of the number of an order, and inputs
+    truth: Callable[..., Any],
+    inputs: Mapping[str, Tensor],
+    upstream: Any,
+    frozen: Collection[str],
+    autocast: torch.dtype | None = None,
+) -> tuple[Results, Results, Results]:
+    """Return ours, the worst of eager's, and the truth, as of ``results_and_gradients``."""
     before = {name: value.clone() for name, value in inputs.items()}
-    our = loss_and_gradients(ours, inputs, upstream, frozen)
+    our = results_and_gradients(ours, inputs, upstream, frozen, autocast)
     for name, value in inputs.items():
         gradient = our[name]
         assert gradient is None or (gradient.dtype, gradient.shape) == (value.dtype, value.shape)
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
-
     exact_inputs = {name: value.double() for name, value in inputs.items()}
-    exact = loss_and_gradients(truth, exact_inputs, upstream, frozen)
-    dtype = next(iter(inputs.values())).dtype
-    if dtype == torch.float64:  # the truth itself is no better
-        torch.testing.assert_close(our, exact)
-        return our
+    exact = results_and_gradients(truth, exact_inputs, upstream, frozen)
+    if dtype_of(inputs) == torch.float64:
+        return our, exact, exact
     eagers = [
-        loss_and_gradients(partial(eager, order), inputs, upstream, frozen)
+        results_and_gradients(partial(eager, order), inputs, upstream, frozen, autocast)
         for order in range(ORDERS)
     ]
     worst = {
-        name: None if value is None else max((e[name] for e in eagers), key=partial(_off, value))
+        name: max((each[name] for each in eagers), key=partial(_off, value))
         for name, value in exact.items()
     }
-    assert_no_worse(our, worst, exact, dtype)
-    if loss_dtype is not None:
-        assert_no_worse(*({"loss": way["loss"]} for way in (our, worst, exact)), loss_dtype, eps=4)
-    return our
+    return our, worst, exact
 
 
-def _off(truth: Tensor, value: Tensor | None) -> float:
-    return 0.0 if value is None else error(value, truth)
+def hold(our: Results, worst: Results, exact: Results, dtype: torch.dtype, eps: int = 1) -> None:
+    """Hold ours to the rule; the truth itself is no better than ours in float64."""
+    if dtype == torch.float64:
+        torch.testing.assert_close(our, exact)
+    else:
+        assert_no_worse(our, worst, exact, dtype, eps=eps)
+
+
+def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    return next(iter(inputs.values())).dtype
+
+
+def _off(truth: Tensor | None, value: Tensor | None) -> float:
+    if truth is None or value is None or truth.dtype == torch.bool:
+        return 0.0
+    return error(value, truth)
 
 
 def _orders(order: int, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from exactness import assert_no_worse
 from slow_cases import pairwise
-from three_ways import eager_cross_entropy, linear_inputs, loss_and_gradients
+from three_ways import check_linear, linear_inputs
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
@@ -23,30 +22,8 @@ MIXTURES = list(itertools.product([torch.bfloat16, torch.float32], repeat=3))
 def test_autocast_is_that_of_linear(mixture, dtype, reduction, ignored):
     inputs, labels = linear_inputs(torch.float32, CPU, bias=True, ignored=ignored)
     inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}
-
-    def under_autocast(function):
-        with torch.autocast("cpu", dtype):
-            return function()
-
-    ours = loss_and_gradients(
-        lambda **x: under_autocast(
-            lambda: linear_cross_entropy(**x, labels=labels, reduction=reduction)
-        ),
-        inputs,
-    )
-    eager = loss_and_gradients(
-        lambda **x: eager_cross_entropy(
-            under_autocast(lambda: linear(*x.values())), labels, reduction=reduction
-        ),
-        inputs,
-    )
-    truth = loss_and_gradients(
-        lambda **x: reference.linear_cross_entropy(**x, labels=labels, reduction=reduction),
-        {name: value.double() for name, value in inputs.items()},
-    )
-    assert_no_worse(ours, eager, truth, dtype)
+    ours = check_linear(inputs, labels, reduction=reduction, autocast=dtype)
     assert ours["loss"].dtype == torch.float32
-    assert tuple(ours[name].dtype for name in inputs) == mixture
 
 
 def test_autocast_leaves_float64_alone():
@@ -65,15 +42,3 @@ def test_mixed_dtypes_without_autocast_are_an_error(mixture):
         linear(*inputs.values())
     with pytest.raises(ValueError, match="must share a dtype outside autocast"):
         linear_cross_entropy(**inputs, labels=labels)
-
-
-def test_backward_under_autocast_is_the_same():
-    inputs, labels = linear_inputs(torch.float16, CPU, bias=True)
-
-    def gradients(autocast):
-        leaves = [value.detach().requires_grad_() for value in inputs.values()]
-        loss = linear_cross_entropy(leaves[0], leaves[1], labels, bias=leaves[2])
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return list(torch.autograd.grad(loss, leaves))
-
-    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)

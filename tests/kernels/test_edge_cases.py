@@ -13,7 +13,7 @@ from three_ways import (
     filled,
     linear_inputs,
     logits_inputs,
-    loss_and_gradients,
+    results_and_gradients,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,7 +110,7 @@ def test_any_ignore_index_also_within_the_vocabulary(ignore_index, device):
 def test_nan_and_infinity_in_hidden_states_reach_the_loss(value, reduction, device):
     inputs, labels = linear_inputs(torch.float32, device, ignored=0.0)
     inputs["hidden_states"][4, 2] = value
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, reduction=reduction), inputs
     )
     loss = ours["loss"]
@@ -126,7 +126,7 @@ def test_nan_in_an_ignored_token_reaches_nothing(device):
     labels[4] = -100
     clean = check_linear(inputs, labels)
     inputs["hidden_states"][4] = math.nan
-    ours = loss_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
+    ours = results_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
     torch.testing.assert_close(ours, clean, rtol=0, atol=0)
 
 
@@ -135,7 +135,7 @@ def test_nan_in_an_ignored_token_reaches_nothing(device):
 def test_nan_and_infinity_in_logits_reach_the_loss(value, device):
     logits, labels = logits_inputs(torch.float32, device, ignored=0.0)
     logits[4, 2] = value
-    ours = loss_and_gradients(lambda logits: cross_entropy(logits, labels), {"logits": logits})
+    ours = results_and_gradients(lambda logits: cross_entropy(logits, labels), {"logits": logits})
     assert ours["loss"].isnan()
     assert ours["logits"][4].isnan().all()
     assert ours["logits"][[0, 3, 11]].isfinite().all()
@@ -169,7 +169,7 @@ def test_loss_scale_in_float16_loses_no_small_gradient(reduction, device):
     scale = torch.tensor(65536.0, device=device)
     upstream = scale if reduction == "mean" else (scale / 16).expand(16)
     ours = check_linear(inputs, labels, reduction=reduction, upstream=upstream)
-    exact = loss_and_gradients(
+    exact = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, reduction=reduction),
         {name: value.double() for name, value in inputs.items()},
         upstream,

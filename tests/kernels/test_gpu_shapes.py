@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from exactness import assert_no_worse
-from three_ways import eager_cross_entropy, linear_inputs, loss_and_gradients
+from three_ways import eager_cross_entropy, linear_inputs, results_and_gradients
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
@@ -75,15 +75,15 @@ def truth_in_parts(inputs, labels, **options):
 )
 def test_real_shapes(shape, ignored, options):
     inputs, labels = gpu_inputs(torch.bfloat16, *shape, ignored=ignored)
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
     )
-    again = loss_and_gradients(
+    again = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
     )
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     del again
-    eager = loss_and_gradients(
+    eager = results_and_gradients(
         lambda **x: eager_cross_entropy(linear(*x.values()), labels, **options), inputs
     )
     torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ def test_more_logits_than_32_bits_count(chunk_mib):
     tokens, vocab_size = 20_000, 128_256
     assert tokens * vocab_size > 2**31
     inputs, labels = gpu_inputs(torch.bfloat16, tokens, 128, vocab_size)
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib), inputs
     )
     truth = truth_in_parts(inputs, labels)
@@ -108,7 +108,7 @@ def test_more_logits_than_32_bits_count(chunk_mib):
     rows = {"hidden_states": inputs["hidden_states"][last]}
     assert_no_worse(
         {"hidden_states": ours["hidden_states"][last]},
-        {"hidden_states": loss_and_gradients(eager, rows)["hidden_states"]},
+        {"hidden_states": results_and_gradients(eager, rows)["hidden_states"]},
         {"hidden_states": truth["hidden_states"][last]},
         torch.bfloat16,
     )
@@ -123,15 +123,15 @@ def test_more_ready_made_logits_than_32_bits_count():
     logits = torch.randn(tokens, vocab_size, device=CUDA, dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (tokens,), device=CUDA)
     last = slice(-64, None)
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda logits: cross_entropy(logits, labels, reduction="none"), {"logits": logits}
     )
     ours = {name: value[last] for name, value in ours.items()}
     tail, tail_labels = {"logits": logits[last]}, labels[last]
-    eager = loss_and_gradients(
+    eager = results_and_gradients(
         lambda logits: eager_cross_entropy(logits, tail_labels, reduction="none"), tail
     )
-    truth = loss_and_gradients(
+    truth = results_and_gradients(
         lambda logits: reference.cross_entropy(logits, tail_labels, reduction="none"),
         {"logits": logits[last].double()},
     )
@@ -203,7 +203,7 @@ def test_tensors_of_a_device_that_is_not_the_current_one(reduction):
         upstream = torch.full(
             (len(labels),) if reduction == "none" else (), 3.0, device=labels.device
         )
-        ours = loss_and_gradients(
+        ours = results_and_gradients(
             lambda labels=labels, **x: linear_cross_entropy(
                 **x, labels=labels, reduction=reduction
             ),
@@ -226,13 +226,13 @@ def test_autocast_over_float32_weights(dtype, chunk_mib):
         with torch.autocast("cuda", dtype):
             return function()
 
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda **x: under_autocast(
             lambda: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib)
         ),
         inputs,
     )
-    eager = loss_and_gradients(
+    eager = results_and_gradients(
         lambda **x: eager_cross_entropy(under_autocast(lambda: linear(*x.values())), labels), inputs
     )
     assert_no_worse(ours, eager, truth_in_parts(inputs, labels), dtype)

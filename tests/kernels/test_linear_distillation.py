@@ -7,7 +7,7 @@ import torch
 from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
 from exactness import assert_no_worse
 from slow_cases import pairwise, slow_but
-from three_ways import LOW_DTYPES, chunk_mib, loss_and_gradients
+from three_ways import LOW_DTYPES, chunk_mib, results_and_gradients
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 from trainers import LargestTensor
@@ -82,7 +82,7 @@ def test_peaked_teacher(name, dtype, device):
 def test_no_divergence_of_equal_heads(divergence, cpu_form):
     student, _, labels = heads(torch.float32, cpu_form, 5)
     teacher = {name.replace("student", "teacher"): value for name, value in student.items()}
-    result = loss_and_gradients(
+    result = results_and_gradients(
         lambda **x: linear_distillation(**x, **teacher, labels=labels, **divergence), student
     )
     assert not any(value is None or value.any() for value in result.values())
@@ -130,7 +130,7 @@ def test_all_labels_ignored_gives_zero(dtype, quick_device):
     student, teacher, labels = heads(dtype, quick_device, bias=True)
     labels.fill_(-100)
     for how in ({}, {"token_weight": torch.ones(12, device=quick_device)}, {"reduction": "sum"}):
-        result = loss_and_gradients(
+        result = results_and_gradients(
             lambda **x: linear_distillation(**x, **teacher, labels=labels, **how),  # noqa: B023
             student,
         )
@@ -156,7 +156,7 @@ def test_ignored_tokens_have_no_part_whatever_is_in_them(cpu_form):
     student, teacher, labels = heads(torch.float32, cpu_form, 7)
     student["student_hidden"][labels == -100] = torch.nan
     teacher["teacher_hidden"][labels == -100] = torch.inf
-    result = loss_and_gradients(
+    result = results_and_gradients(
         lambda **x: linear_distillation(**x, **teacher, labels=labels), student
     )
     assert all(value is not None and value.isfinite().all() for value in result.values())
@@ -242,25 +242,8 @@ def test_gradcheck_in_float64():
 def test_autocast_is_that_of_linear(dtype):
     student, teacher, labels = heads(torch.float32, CPU, bias=True)
     student["student_weight"] = student["student_weight"].to(torch.bfloat16)
-
-    def ours(**x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype):
-            return linear_distillation(**x, **teacher, labels=labels)
-
-    def whole(autocast: bool, exact: dict[str, Tensor], **x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype, enabled=autocast):
-            z = linear(x["student_hidden"], x["student_weight"], x["bias"])
-            t = linear(exact["teacher_hidden"], exact["teacher_weight"], exact["teacher_bias"])
-        wide = torch.float32 if autocast else torch.float64
-        return reference.distillation(z.to(wide), t.to(wide), labels)
-
-    our = loss_and_gradients(ours, student)
-    eager = loss_and_gradients(lambda **x: whole(True, teacher, **x), student)
-    doubled = {name: value.double() for name, value in teacher.items()}
-    exact_inputs = {name: value.double() for name, value in student.items()}
-    truth = loss_and_gradients(lambda **x: whole(False, doubled, **x), exact_inputs)
-    assert all(our[name].dtype == value.dtype for name, value in student.items())
-    assert_no_worse(our, eager, truth, dtype)
+    ours = check_distillation(student, teacher, labels, autocast=dtype)
+    assert all(ours[name].dtype == value.dtype for name, value in student.items())
 
 
 @pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -312,7 +295,7 @@ def test_compiled_call_breaks_the_graph():
         return 2 * linear_distillation(**x, **teacher, labels=labels, divergence="jsd")
 
     compiled = torch.compile(loss, backend="eager")
-    expected, found = (loss_and_gradients(each, student) for each in (loss, compiled))
+    expected, found = (results_and_gradients(each, student) for each in (loss, compiled))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -9,11 +9,10 @@ from log_probs_ways import (
     DIFFERENTIABLE,
     FIELDS,
     check_log_probs,
-    results_and_gradients,
     upstream_of,
 )
 from slow_cases import pairwise
-from three_ways import LOW_DTYPES, linear_inputs
+from three_ways import LOW_DTYPES, linear_inputs, results_and_gradients
 
 from liger_patch.kernels.head import row_sums
 from liger_patch.kernels.linear_log_probs import linear_log_probs
@@ -86,11 +85,11 @@ def test_nan_and_infinity_reach_what_depends_on_them(place, value, device):
     reached = torch.arange(len(labels), device=device) == 4
     if place == "weight":
         reached[:] = True
-    for name in (*DIFFERENTIABLE, "log_sum_sq_probs", "dhidden_states"):
+    for name in (*DIFFERENTIABLE, "log_sum_sq_probs", "hidden_states"):
         finite = results[name].isfinite().view(len(labels), -1)
         assert not finite.any(1)[reached].any(), name
         assert finite.all(1)[~reached].all(), name
-    assert not results["dweight"].isfinite().all()
+    assert not results["weight"].isfinite().all()
 
 
 def test_nan_in_an_ignored_token_reaches_nothing(quick_device):
@@ -124,7 +123,7 @@ def test_label_of_probability_one_has_no_gradient_left(kind, device):
     upstream.pop("lse", None)  # its own is the weight's row
     inputs = {"hidden_states": hidden_states, "weight": weight}
     ours = check_log_probs(inputs, labels, upstream=upstream)
-    for name in ("log_probs", "entropy", "log_sum_sq_probs", "dhidden_states", "dweight"):
+    for name in ("log_probs", "entropy", "log_sum_sq_probs", "hidden_states", "weight"):
         assert not ours[name].any(), name
     assert (ours["lse"] == 320).all()
 

@@ -9,7 +9,7 @@ from three_ways import (
     chunk_mib,
     filled,
     linear_inputs,
-    loss_and_gradients,
+    results_and_gradients,
 )
 
 from liger_patch.kernels.head import odds as forms
@@ -89,7 +89,7 @@ def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypa
         run(self, *args, memory=memory, **how)
 
     monkeypatch.setattr(forms.OddsForm, "run", watched)
-    with_gradients = loss_and_gradients(
+    with_gradients = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
         inputs,
     )["loss"]

@@ -11,7 +11,7 @@ from three_ways import (
     chunk_mib,
     eager_cross_entropy,
     linear_inputs,
-    loss_and_gradients,
+    results_and_gradients,
 )
 from torch import Tensor
 from torch.nn.functional import linear
@@ -25,7 +25,7 @@ pytestmark = MARKS
 
 def losses_of(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     """The losses of a training step: (N,)."""
-    return loss_and_gradients(
+    return results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, reduction="none"),
         inputs,
         torch.ones(len(labels), device=labels.device),
@@ -112,7 +112,7 @@ def test_all_labels_ignored_gives_zero(both_odds):
     device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, 6, ignored=0.0)
     check_linear(inputs, labels)  # odds are computed here
-    ours = loss_and_gradients(
+    ours = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels.fill_(-100)), inputs
     )
     assert all(not value.any() for value in ours.values())

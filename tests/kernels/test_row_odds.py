@@ -13,7 +13,7 @@ from three_ways import (
     eager_cross_entropy,
     filled,
     linear_inputs,
-    loss_and_gradients,
+    results_and_gradients,
 )
 from torch.nn.functional import linear
 from views import padded, strided, transposed
@@ -76,12 +76,12 @@ def test_a_larger_logit_in_every_block(row_odds):
     inputs["weight"][:, 0] = steps.to(dtype)
     inputs["hidden_states"][:, 0] = torch.tensor([1.0, 0.5, 0.25, -1.0, 0.125, -0.5], device=device)
     labels[:] = torch.tensor([0, 1, vocab_size // 2, vocab_size - 1, 3, 9], device=device)
-    ours = loss_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
-    truth = loss_and_gradients(
-        lambda **x: eager_cross_entropy(linear(*x.values()), labels),
-        {name: value.double() for name, value in inputs.items()},
+    ours = results_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
+    wide = {name: value.double() for name, value in inputs.items()}
+    plain, truth = (
+        results_and_gradients(lambda **x: eager_cross_entropy(linear(*x.values()), labels), each)
+        for each in (inputs, wide)
     )
-    plain = loss_and_gradients(lambda **x: eager_cross_entropy(linear(*x.values()), labels), inputs)
     # float32 rounds the logits times log2(e), here up to 317: 64 roundings of 1 are 5 of those
     assert_no_worse(ours, plain, truth, dtype, eps=64 if dtype == torch.float32 else 1)
 
@@ -107,7 +107,7 @@ def test_loss_with_gradients_is_that_without(name, row_odds):
         return linear_cross_entropy(**x, labels=labels, reduction="none", **options)
 
     alone = losses(**inputs)
-    of_training = loss_and_gradients(losses, inputs, torch.ones(20, device=device))["loss"]
+    of_training = results_and_gradients(losses, inputs, torch.ones(20, device=device))["loss"]
     assert torch.equal(of_training, alone)
 
 
@@ -130,9 +130,9 @@ def test_statistics_beside_the_gradients(row_odds):
     def eager(**x):
         return eager_cross_entropy(linear(*x.values()), labels, reduction="sum")
 
-    truth = loss_and_gradients(eager, {name: value.double() for name, value in inputs.items()})
-    results = loss_and_gradients(ours, inputs)
-    assert_no_worse(results, loss_and_gradients(eager, inputs), truth, dtype)
+    truth = results_and_gradients(eager, {name: value.double() for name, value in inputs.items()})
+    results = results_and_gradients(ours, inputs)
+    assert_no_worse(results, results_and_gradients(eager, inputs), truth, dtype)
     found = linear_log_probs(**inputs, labels=labels, outputs=names)
     logits = linear(*inputs.values()).double()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
