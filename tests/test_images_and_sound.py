@@ -12,10 +12,8 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from rows import RAISE_IN_EAGER
-from tiny_images import IMAGES
-from tiny_media import with_media
+from tiny_media import IMAGES, SOUND, with_media
 from tiny_models import ROWS, tiny_batch, tiny_model
-from tiny_sound import SOUND
 from torch import Tensor
 from training_step import (
     Step,

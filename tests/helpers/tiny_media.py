@@ -1,17 +1,42 @@
-"""Batches of the smallest models with images or sound before their text."""
+"""Images and sound for the smallest models: IMAGES and SOUND say what the processor of each row
+makes of them, and ``with_media`` puts them before the text of a batch.
+
+Each sequence has two, of different sizes or lengths where a model takes such.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from tiny_configurations import AUDIO, IMAGE, VIDEO
+import transformers
+from tiny_configurations import (
+    AUDIO,
+    AUDIO_END,
+    AUDIO_START,
+    IMAGE,
+    IMAGE_SIZE,
+    MERGE_SIZE,
+    NUM_TILES,
+    PATCH_SIZE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    each,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
 SEQUENCES = 2  # of a batch
 N = 2 * SEQUENCES  # images or sounds of a batch, where a sequence has two
+SIDE = IMAGE_SIZE // PATCH_SIZE  # patches
+GRIDS = [(SIDE, SIDE), (MERGE_SIZE, SIDE)]  # of the images of a sequence: rows and columns
+PATCHES = SEQUENCES * sum(rows * columns for rows, columns in GRIDS)
+PATCH_VALUES = 3 * PATCH_SIZE**2
+MERGED = [rows * columns // MERGE_SIZE**2 for rows, columns in GRIDS]  # tokens of each image
+MEL_BINS, FRAMES, SHORT = 16, 32, 20  # of a spectrogram; frames of a short one
 
 
 class Media(NamedTuple):
@@ -64,3 +89,352 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def first(lengths: list[int], longest: int) -> Tensor:
     """(number of lengths, longest) True in the first so many of each row."""
     return torch.arange(longest) < torch.tensor(lengths)[:, None]
+
+
+def images(*tokens: int) -> list[int]:
+    """The ids of images of so many tokens."""
+    return [i for n in tokens for i in (VISION_START, *[IMAGE] * n, VISION_END)]
+
+
+def pictures(tokens: int, *others: str) -> Form:
+    """Images of one size, the same under other names too."""
+    values = {name: randn(N, 3, IMAGE_SIZE, IMAGE_SIZE) for name in ("pixel_values", *others)}
+    return lambda _: Media(images(tokens, tokens), values)
+
+
+def half_masked(*shape: int) -> Tensor:
+    """(*shape, IMAGE_SIZE, IMAGE_SIZE) False in the lower half of each sequence's second image."""
+    mask = torch.ones(SEQUENCES, 2, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.bool)
+    mask[:, 1, IMAGE_SIZE // 2 :] = False
+    return mask.view(*shape, IMAGE_SIZE, IMAGE_SIZE)
+
+
+def masked(_: Any) -> Media:
+    """Images with a mask of their pixels (Aria)."""
+    pixels = randn(N, 3, IMAGE_SIZE, IMAGE_SIZE)
+    return Media(images(4, 4), {"pixel_values": pixels, "pixel_mask": half_masked(N)})
+
+
+def masked_by_sequence(_: Any) -> Media:
+    """The same with a dimension of the images of one sequence (Idefics)."""
+    pixels = randn(SEQUENCES, 2, 3, IMAGE_SIZE, IMAGE_SIZE)
+    mask = half_masked(SEQUENCES, 2)
+    return Media(images(4, 4), {"pixel_values": pixels, "pixel_attention_mask": mask})
+
+
+def sized(*tokens: int) -> Form:
+    """Images in one tensor, with their sizes in pixels."""
+    sizes = torch.tensor(GRIDS * SEQUENCES) * PATCH_SIZE
+    pixels = randn(N, 3, IMAGE_SIZE, IMAGE_SIZE)
+    return lambda _: Media(images(*tokens), {"pixel_values": pixels, "image_sizes": sizes})
+
+
+def grids(config: Any) -> Media:
+    """Patches of all images one after the other, with the sizes of their grids."""
+    vision = config.vision_config
+    frames = getattr(vision, "temporal_patch_size", getattr(vision, "patch_temporal", 1))
+    thw = torch.tensor([(1, *grid) for grid in GRIDS] * SEQUENCES)
+    inputs = {"pixel_values": randn(PATCHES, frames * PATCH_VALUES), "image_grid_thw": thw}
+    return Media(images(*MERGED), inputs)
+
+
+def square_patches(config: Any) -> Media:
+    """The same with patches of three dimensions."""
+    media = grids(config)
+    pixels = media.inputs["pixel_values"].view(PATCHES, 3, PATCH_SIZE, PATCH_SIZE)
+    return media._replace(inputs=media.inputs | {"pixel_values": pixels})
+
+
+def merged_grids(config: Any) -> Media:
+    """The same with the number of patches to merge, for each image (VideoLLaMA 3)."""
+    media = grids(config)
+    sizes = {"image_merge_sizes": torch.tensor([MERGE_SIZE, 1] * SEQUENCES)}
+    return Media(images(MERGED[0], math.prod(GRIDS[1])), media.inputs | sizes)
+
+
+def positions(merge: int, side: int = SIDE) -> Form:
+    """Patches of each image with their positions, -1 in padding (Gemma 4)."""
+    values = PATCH_VALUES * (SIDE // side) ** 2
+    grid = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    padded = grid.clone()
+    padded[side**2 // 2 :] = -1
+    inputs = {
+        "pixel_values": randn(N, side**2, values),
+        "image_position_ids": torch.stack([grid, padded] * SEQUENCES),
+    }
+    tokens = side**2 // merge**2
+    return lambda _: Media(images(tokens, tokens // 2), inputs)
+
+
+def padded_patches(_: Any) -> Media:
+    """Patches of each image, padded, with the shapes of the images (LFM2-VL)."""
+    lengths = [rows * columns for rows, columns in GRIDS] * SEQUENCES
+    inputs = {
+        "pixel_values": randn(N, SIDE**2, PATCH_VALUES),
+        "spatial_shapes": torch.tensor(GRIDS * SEQUENCES),
+        "pixel_attention_mask": first(lengths, SIDE**2).long(),
+    }
+    return Media(images(*MERGED), inputs)
+
+
+def one_row(merge: int) -> Form:
+    """Patches of all images beside each other in one row (MiniCPM-V)."""
+    sizes = [(SIDE, SIDE), (SIDE, 2 * SIDE)]
+    patches = [rows * columns for rows, columns in sizes]
+    inputs = {
+        "pixel_values": randn(1, 3, PATCH_SIZE, SEQUENCES * sum(patches) * PATCH_SIZE),
+        "target_sizes": torch.tensor(sizes * SEQUENCES, dtype=torch.int32),
+    }
+    return lambda _: Media(images(*(number // merge**2 for number in patches)), inputs)
+
+
+# An image (8, 32) in two tiles of 16 x 16 and one of the whole: the tokens of the whole, and those
+# of the rows that the image fills in the tiles, each with a newline.
+TILED = SIDE**2 + SIDE // 2 * (2 * SIDE + 1)
+
+
+def tiles(**others: Any) -> Form:
+    """One image for each sequence, in tiles (LLaVA-NeXT)."""
+    inputs = {
+        "pixel_values": randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE),
+        "image_sizes": torch.tensor([[IMAGE_SIZE // 2, 2 * IMAGE_SIZE]] * SEQUENCES),
+        **others,
+    }
+    return lambda _: Media(images(TILED), inputs)
+
+
+def with_video(form: Form, tokens: int) -> Form:
+    """The form with a video of two frames for each sequence, of so many tokens."""
+    video = {"pixel_values_videos": randn(SEQUENCES, 2, 3, IMAGE_SIZE, IMAGE_SIZE, seed=1)}
+
+    def both(config: Any) -> Media:
+        media = form(config)
+        prompt = [*media.prompt, *[VIDEO] * tokens]
+        return Media(prompt, media.inputs | video)
+
+    return both
+
+
+def padded_tiles(_: Any) -> Media:
+    """Two tiles for each sequence, and one of padding (Granite Docling)."""
+    pixels = randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE)
+    mask = first([2] * SEQUENCES, 3)
+    return Media(images(4, 4), {"pixel_values": pixels, "pixel_attention_mask": mask})
+
+
+def crops(**others: Any) -> Form:
+    """Images with crops of the first image of each sequence (Step 3.7)."""
+    inputs = {
+        "pixel_values": randn(N, 3, IMAGE_SIZE, IMAGE_SIZE),
+        "pixel_values_local": randn(2 * SEQUENCES, 3, IMAGE_SIZE, IMAGE_SIZE, seed=1),
+        "num_local_patches": [2, 0] * SEQUENCES,
+        **others,
+    }
+    return lambda _: Media(images(3, 1), inputs)
+
+
+def newlined_crops(config: Any) -> Media:
+    """Crops in rows: a newline ends each row, a separator each image (Unlimited-OCR)."""
+    media = crops(patches_grid=[[2, 1], [0, 0]] * SEQUENCES)(config)
+    return media._replace(prompt=images(3 + 2 + 1, 2 + 1))
+
+
+def cross_attended(_: Any) -> Media:
+    """Images in one tile and in two, which the text attends to (Llama 3.2)."""
+    tiles = first([1, 2] * SEQUENCES, NUM_TILES).long().view(SEQUENCES, 2, NUM_TILES)
+    inputs = {
+        "pixel_values": randn(SEQUENCES, 2, NUM_TILES, 3, IMAGE_SIZE, IMAGE_SIZE),
+        "aspect_ratio_ids": torch.tensor([[1, 2]] * SEQUENCES),
+        "aspect_ratio_mask": tiles,
+    }
+    mask = {"cross_attention_mask": (tiles[0], tiles[0])}
+    return Media([IMAGE] * 2, inputs, mask)
+
+
+def unencoded_patches(_: Any) -> Media:
+    """Patches that no tower encodes (Fuyu)."""
+    name = "image_patches" if transformers.__version__.startswith("5.0.") else "pixel_values"
+    return Media([IMAGE] * SIDE**2, {name: randn(SEQUENCES, SIDE**2, PATCH_VALUES)})
+
+
+def patches_with_places(_: Any) -> Media:
+    """Patches with their rows and columns in front, counted from 1 (KOSMOS-2.5)."""
+    grid = torch.cartesian_prod(torch.arange(1, SIDE + 1), torch.arange(1, SIDE + 1))
+    places = grid.expand(SEQUENCES, -1, -1)
+    patches = torch.cat([places, randn(SEQUENCES, SIDE**2, PATCH_VALUES)], -1)
+    return Media(
+        [IMAGE] * 4, {"flattened_patches": patches}, {"image_embeds_position_mask": (1, 0)}
+    )
+
+
+def ovis(_: Any) -> Media:
+    """One image for each sequence, between tokens that the tower embeds too."""
+    pixels = randn(SEQUENCES, 3, IMAGE_SIZE, IMAGE_SIZE)
+    return Media([VISION_START, *[IMAGE] * SIDE**2, VISION_END], {"pixel_values": pixels})
+
+
+def phi4_images(_: Any) -> Media:
+    """A whole image and two crops beside each other, pooled; newlines and a separator."""
+    inputs = {
+        "image_pixel_values": randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE),
+        "image_sizes": torch.tensor([[IMAGE_SIZE, 2 * IMAGE_SIZE]] * SEQUENCES),
+        "image_attention_mask": torch.ones(SEQUENCES, 3, SIDE, SIDE, dtype=torch.bool),
+    }
+    pooled = SIDE // 2
+    return Media(images(pooled * (2 * pooled + 1) + 1 + pooled * (pooled + 1)), inputs)
+
+
+IMAGES: dict[str, Form] = {
+    **each("lighton_ocr mistral3 mistral_large4", sized(*MERGED)),
+    **each("idefics2 idefics3 smolvlm", masked_by_sequence),
+    **each("aya_vision cohere2_vision internvl llama4 qianfan_ocr", pictures(4)),
+    **each("deepseek_vl gemma3 gemma3n janus llava paligemma t5gemma2 vipllava", pictures(16)),
+    **each(
+        "cohere_compass cosmos3_edge cosmos3_omni ernie4_5_vl_moe exaone4_5 glm46v glm4v"
+        " glm4v_moe glm_ocr hyperclovax_vision_v2 lfm3_vl minimax_m3_vl muse_glimmer"
+        " qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker"
+        " qwen3_vl qwen3_vl_moe qwen4_exp",
+        grids,
+    ),
+    "aria": masked,
+    "deepseek_vl_hybrid": pictures(16, "high_res_pixel_values"),
+    "emu3": sized(4 * 5, 2 * 5),
+    "fuyu": unencoded_patches,
+    "gemma4": positions(2),
+    "gemma4_unified": positions(1, SIDE // MERGE_SIZE),
+    "got_ocr2": pictures(1),
+    "granite_docling": padded_tiles,
+    "kimi_k25": square_patches,
+    "kosmos-2.5": patches_with_places,
+    "lfm2_vl": padded_patches,
+    "llava_next": tiles(),
+    "llava_next_video": with_video(tiles(), 2 * 4),
+    "llava_onevision": with_video(
+        tiles(batch_num_images=torch.ones(2, dtype=torch.long)), 2 * 4 + 1
+    ),
+    "minicpm_ocr": one_row(2),
+    "minicpmv4_6": one_row(4),
+    "minicpmv4_7": one_row(4),
+    "mllama": cross_attended,
+    "ovis2": ovis,
+    "paddleocr_vl": square_patches,
+    "phi4_multimodal": phi4_images,
+    "step3p7": crops(),
+    "unlimited_ocr": newlined_crops,
+    "video_llama_3": merged_grids,
+    "video_llava": with_video(pictures(16), 2 * 17),
+}
+
+
+def sounds(*tokens: int) -> list[int]:
+    return [i for n in tokens for i in (AUDIO_START, *[AUDIO] * n, AUDIO_END)]
+
+
+def spectrograms(
+    *tokens: int, mask: str | None = "input_features_mask", frames: int = FRAMES, short: int = SHORT
+) -> Form:
+    """A long one and a short one for each sequence, with a mask of frames."""
+    inputs: dict[str, Any] = {"input_features": randn(N, MEL_BINS, frames)}
+    if mask is not None:
+        inputs[mask] = first([frames, short] * SEQUENCES, frames).long()
+    return lambda _: Media(sounds(*tokens), inputs)
+
+
+def frames_first(*tokens: int, mel_bins: int = MEL_BINS) -> Form:
+    """Spectrograms whose frames come before their values (Gemma)."""
+    inputs = {
+        "input_features": randn(N, FRAMES, mel_bins),
+        "input_features_mask": first([FRAMES, SHORT] * SEQUENCES, FRAMES),
+    }
+    return lambda _: Media(sounds(*tokens), inputs)
+
+
+def embedded(config: Any) -> Media:
+    """Samples, cut into what is a token each (Gemma 4 Unified)."""
+    inputs = {
+        "input_features": randn(N, 6, config.audio_config.audio_embed_dim),
+        "input_features_mask": first([6, 4] * SEQUENCES, 6),
+    }
+    return Media(sounds(6, 4), inputs)
+
+
+def windows(_: Any) -> Media:
+    """Two windows of 15 frames, of three tokens each, with a mask of tokens (Granite Speech)."""
+    inputs = {
+        "input_features": randn(N, 30, MEL_BINS),
+        "input_features_mask": first([6, 4] * SEQUENCES, 6),
+    }
+    return Media(sounds(6, 4), inputs)
+
+
+def moss(config: Any) -> Media:
+    """Spectrograms beside the mask of the samples that they were made of."""
+    media = spectrograms(4, 3)(config)
+    return media._replace(
+        inputs=media.inputs | {"padding_mask": torch.ones(N, FRAMES, dtype=torch.long)}
+    )
+
+
+def phi4_sound(_: Any) -> Media:
+    inputs = {
+        "audio_input_features": randn(N, FRAMES, MEL_BINS),
+        "audio_embed_sizes": torch.tensor([4, 3] * SEQUENCES),
+        "audio_attention_mask": first([FRAMES, SHORT] * SEQUENCES, FRAMES),
+    }
+    return Media(sounds(4, 3), inputs)
+
+
+def without_text(_: Any) -> Media:
+    """Spectrograms in the place of ids (Pop2Piano)."""
+    mask = first([9, 7], 9).long()
+    inputs = {"input_features": randn(SEQUENCES, 9, 32), "attention_mask": mask}
+    return Media([], inputs, has_text=False)
+
+
+def waveforms(_: Any) -> Media:
+    """Samples, of which four are a token (VibeVoice)."""
+    inputs = {
+        "input_values": randn(SEQUENCES, 1, 24),
+        "padding_mask": torch.ones(SEQUENCES, 24, dtype=torch.bool),
+    }
+    return Media([AUDIO] * 6, inputs)
+
+
+class NoiseScheduler:
+    """The members of diffusers' schedulers that VibeVoice's loss uses."""
+
+    alpha_t = torch.linspace(0.9, 0.1, 10, dtype=torch.float64)
+    sigma_t = (1 - alpha_t**2).sqrt()
+
+    def add_noise(self, x: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        alpha, sigma = (t[timesteps][:, None].to(x) for t in (self.alpha_t, self.sigma_t))
+        return alpha * x + sigma * noise
+
+
+def diffused(config: Any) -> Media:
+    """The same with a second loss, of the noise that was added to the sound."""
+    media = waveforms(config)
+    inputs = media.inputs | {"noise_scheduler": NoiseScheduler()}
+    return Media(media.prompt, inputs, {"acoustic_loss_mask": (True, False)})
+
+
+SOUND: dict[str, Form] = {
+    "audioflamingo3": spectrograms(8, 5),
+    "gemma3n": frames_first(8, 8),
+    "gemma4": frames_first(8, 5, mel_bins=8),
+    "gemma4_unified": embedded,
+    "glmasr": spectrograms(4, 2),
+    "granite_speech": windows,
+    "granite_speech_plus": windows,
+    "moss_transcribe_diarize": moss,
+    "musicflamingo": spectrograms(8, 5),
+    "phi4_multimodal": phi4_sound,
+    "pop2piano": without_text,
+    "qwen2_5_omni_thinker": spectrograms(8, 5, mask="feature_attention_mask"),
+    "qwen2_audio": spectrograms(8, 5, mask="feature_attention_mask"),
+    "qwen3_asr": spectrograms(13, 8, frames=100, short=60),
+    "qwen3_omni_moe_thinker": spectrograms(4, 3, mask="feature_attention_mask"),
+    "vibevoice": diffused,
+    "vibevoice_asr": waveforms,
+    "voxtral": spectrograms(4, 4, mask=None),
+}

@@ -16,7 +16,7 @@ from gloo_group import run_cases
 from liger_patch.layers import checks
 
 STEP, TENSOR_PARALLEL = "distributed_step.py", "tensor_parallel_step.py"
-SEQUENCE, SLICED, DEEPSPEED = "sequence_trainer.py", "sliced_step.py", "deepspeed_trainer.py"
+SEQUENCE, LAYERS, DEEPSPEED = "sequence_trainer.py", "layer_steps.py", "deepspeed_trainer.py"
 DEEPSPEEDS = ("zero1", "zero2", "zero3")  # replaces torch's linear for the rest of the process
 GRID = ("transformers_fsdp_tp",)  # of two times two processes
 OTHERS = [r.engine for r in ROWS if r.engine not in (*SEQUENCES, *DEEPSPEEDS, *GRID)]
@@ -163,10 +163,13 @@ RUNS = {
     ),
     # of both kinds of checkpoints, with and without adapters
     "feed-forward layers in slices": Run(
-        SLICED, ("ddp",), ("hooks at the top", "peft"), more=("fsdp1", "ddp_static")
+        LAYERS,
+        ("sliced ddp",),
+        ("hooks at the top", "peft"),
+        more=("sliced fsdp1", "sliced ddp_static"),
     ),
-    "feed-forward layers in slices, FSDP2": Run(SLICED, ("fsdp2",), ("fully_shard", "peft")),
-    "a base in FP8": Run("fp8_step.py", ("fsdp2",), ("fully_shard", "peft"), more=("ddp",)),
+    "feed-forward layers in slices, FSDP2": Run(LAYERS, ("sliced fsdp2",), ("fully_shard", "peft")),
+    "a base in FP8": Run(LAYERS, ("fp8 fsdp2",), ("fully_shard", "peft"), more=("fp8 ddp",)),
     "plans of torch": Run(
         TENSOR_PARALLEL,
         ("gathered --layers", "sharded --model gemma2 --layers", "sequence"),

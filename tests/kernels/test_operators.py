@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 from kernel_forms import INTERPRETED
-from operators import EVERYTHING, OPERATORS, Operator, as_tuple, upstream_of
+from operators import (
+    EVERYTHING,
+    OPERATORS,
+    Operator,
+    as_tuple,
+    columns,
+    expanded,
+    offset,
+    padded,
+    strided,
+    transposed,
+    upstream_of,
+)
 from slow_cases import slow_but
 from three_ways import LOW_DTYPES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
-from views import columns, expanded, offset, padded, strided, transposed
 
 contiguous = Tensor.contiguous
 VIEWS = [transposed, columns, strided, padded, offset, expanded]

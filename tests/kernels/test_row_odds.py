@@ -7,6 +7,7 @@ import torch
 from exactness import assert_no_worse
 from log_probs_ways import check_log_probs
 from odds_cases import SERVED
+from operators import padded, strided, transposed
 from slow_cases import slow_but
 from three_ways import (
     check_linear,
@@ -16,7 +17,6 @@ from three_ways import (
     results_and_gradients,
 )
 from torch.nn.functional import linear
-from views import padded, strided, transposed
 
 from liger_patch.kernels.head.inputs import HeadInputs
 from liger_patch.kernels.head.odds import serves_row_odds
