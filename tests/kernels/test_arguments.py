@@ -2,17 +2,26 @@
 
 import importlib.util
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import zeros
 from torch.testing._internal.two_tensor import TwoTensor
 
 from liger_patch import kernels
+from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.cross_entropy import cross_entropy
+from liger_patch.kernels.delta_rule import gated_delta_rule
+from liger_patch.kernels.gated import gated
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import linear_log_probs
+from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.rotary import rotary
 
 N, H, V = 4, 3, 8
 META = torch.device("meta")
@@ -133,6 +142,162 @@ def test_what_does_not_fit_is_named(call, argument, value, shown):
     with pytest.raises(ValueError, match=argument) as error:
         call(**{argument: value})
     assert shown in str(error.value)
+
+
+X, Q, COS = zeros(2, 8), zeros(2, 3, 5, 8), zeros(1, 5, 8)
+ROWS, TAPS = zeros(2, 3, 8), zeros(8, 4)
+HEADS, VALUES, G = zeros(2, 3, 2, 8), zeros(2, 3, 4, 6), zeros(2, 3, 4)
+STUDENT = {"student_hidden": torch.ones(12, 40), "student_weight": torch.ones(131, 40)}
+STUDENT["labels"] = torch.zeros(12, dtype=torch.int64)
+TEACHER = {"teacher_hidden": torch.ones(12, 56), "teacher_weight": torch.ones(131, 56)}
+TOP_K = {"teacher_log_probs": -torch.ones(12, 7)}
+TOP_K["teacher_indices"] = torch.zeros(12, 7, dtype=torch.int64)
+
+
+def from_likeliest(**arguments: Any) -> Any:
+    """Distillation from the likeliest classes."""
+    return linear_distillation(**arguments)
+
+
+FITTING: dict[Callable[..., Any], dict[str, Any]] = {
+    causal_conv: {"x": ROWS, "weight": TAPS},
+    gated: {"gate": X, "up": X},
+    gated_delta_rule: {"q": HEADS, "k": HEADS, "v": VALUES, "g": G, "beta": G},
+    rms_norm: {"x": X, "weight": None, "eps": 1e-5},
+    rotary: {"q": Q, "k": Q, "cos": COS, "sin": COS},
+    linear_cross_entropy: {"hidden_states": torch.ones(N, H), "weight": torch.ones(V, H)}
+    | {"labels": LABELS, "low_rank": (torch.ones(N, 2), torch.ones(V, 2))},
+    linear_distillation: STUDENT | TEACHER,
+    from_likeliest: STUDENT | TOP_K,
+}
+
+
+def adapter(
+    states: tuple[int, ...] = (N, 2), weight: tuple[int, ...] = (V, 2)
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {"low_rank": (zeros(states), zeros(weight))}
+
+
+WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
+    causal_conv: [
+        ({"activation": "relu"}, "activation must be one of .* got 'relu'"),
+        ({"x": ROWS.int()}, r"x must be floating point \(B, T, C\), got torch.int32"),
+        ({"weight": TAPS[:4]}, r"weight must be floating point \(8, 4\), got .* \(4, 4\)"),
+        ({"bias": TAPS}, r"bias must be floating point \(8,\), got .* \(8, 4\)"),
+        ({"weight": TAPS.to("meta")}, "weight must be on cpu as x is, got meta"),
+        (
+            {"sequence_ids": zeros(2, 4, dtype=torch.int)},
+            r"sequence_ids must be integers \(2, 3\), got torch.int32 \(2, 4\)",
+        ),
+    ],
+    gated: [
+        ({"activation": "relu"}, "activation must be one of"),
+        ({"gate": X.long()}, "gate must be floating point"),
+        ({"gate": X[:, :7], "up": None}, r"gate without up must be \(..., 2 I\), got \(2, 7\)"),
+        ({"up": X[:1]}, r"up must have the shape of gate, \(2, 8\), got \(1, 8\)"),
+    ],
+    gated_delta_rule: [
+        ({"q": HEADS.int()}, "q must be floating point .* got torch.int32"),
+        ({"k": HEADS[:1]}, r"k must be floating point \(2, 3, 2, 8\), got .*\(1, 3, 2, 8\)"),
+        ({"v": VALUES[:, :2]}, r"v must be floating point \(2, 3, 4, 6\), got .*2, 2, 4, 6"),
+        (
+            {"v": VALUES[:, :, :3], "g": G[..., :3], "beta": G[..., :3]},
+            "a multiple of q's 2 heads, got 3",
+        ),
+        ({"g": G[..., :2]}, r"g must be floating point \(2, 3, 4\), got .*2, 3, 2"),
+        ({"beta": G.bool()}, "beta must be floating point .* got torch.bool"),
+        ({"g": G.to("meta")}, "g must be on cpu as q is, got meta"),
+        (
+            {"sequence_ids": zeros(3, dtype=torch.int)},
+            r"sequence_ids must be integers \(2, 3\), got torch.int32 \(3,\)",
+        ),
+    ],
+    rms_norm: [
+        ({"x": X.long()}, "x must be floating point"),
+        ({"dtype": torch.int32}, "dtype .* got torch.int32"),
+        ({"weight": X[0, :3]}, r"weight must have shape \(8,\), got \(3,\)"),
+        ({"weight": X[0].to("meta")}, "weight must be on cpu"),
+        ({"eps": -1.0}, "eps must be a number >= 0, got -1.0"),
+        ({"offset": None}, "offset must be a number, got None"),
+    ],
+    rotary: [
+        ({"grouped": True}, "grouped must be False where interleaved is, got True"),
+        ({"q": X}, "q must be floating point"),
+        ({"k": Q[:, :, :2]}, "k must be"),
+        ({"cos": COS[:, :2]}, "cos must have shape"),
+        ({"cos": COS[..., :3], "sin": COS[..., :3]}, "cos must have an even R"),
+        (
+            {"interleaved": True},
+            r"cos must have an even R of at most 8 features, got \(1, 5, 8\), 16 features",
+        ),
+        ({"sin": COS[..., :4]}, r"sin must have shape \(1, 5, 8\) as cos has, got \(1, 5, 4\)"),
+        ({"sin": COS > 0}, "sin must be floating point, got torch.bool"),
+        ({"cos": COS.clone().requires_grad_()}, "cos must not require"),
+        ({"sin": COS.to("meta")}, "sin must be on cpu"),
+    ],
+    linear_cross_entropy: [
+        ({"low_rank": (None, None)}, "low_rank must be two tensors"),
+        ({"low_rank": torch.zeros(N, 2)}, "low_rank must be two tensors"),
+        ({"low_rank": (torch.zeros(N, 2),)}, "low_rank must be two tensors"),
+        (adapter((N,)), r"low_rank\[0\] must have shape \(4, R\), got \(4,\)"),
+        (adapter((N - 1, 2)), r"low_rank\[0\] must have shape \(4, R\), got \(3, 2\)"),
+        (adapter(weight=(V, 3)), r"low_rank\[1\] must have shape \(8, 2\), got \(8, 3\)"),
+        (adapter(weight=(2, V)), r"low_rank\[1\] must have shape \(8, 2\), got \(2, 8\)"),
+        ({"weight": np.ones((V, H))}, "weight must be a tensor, got ndarray"),
+    ],
+    linear_distillation: [
+        ({"divergence": "kl"}, r"divergence must be one of \('forward_kl', .*, got 'kl'"),
+        ({"divergence": "jsd", "beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
+        ({"divergence": "tvd", "beta": 0.0}, "beta must be None.* got 0.0 for 'tvd'"),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+        ({"ce_weight": -1.0}, "ce_weight must be >= 0, got -1.0"),
+        ({"ce_weight": 0.5, "labels": None}, "ce_weight=0.5 needs labels, got None"),
+        ({"reduction": "none"}, 'reduction must be "mean" or "sum", got \'none\''),
+        ({"student_hidden": torch.ones(3)}, r"student_hidden must have shape \(N, H\), got \(3,\)"),
+        ({"student_hidden": 1}, "student_hidden must be a tensor, got int"),
+        ({"teacher_hidden": torch.ones(11, 56)}, "teacher_hidden must have 12 rows on cpu"),
+        ({"student_weight": torch.ones(9, 3)}, r"student_weight must have shape \(V, 40\) with"),
+        ({"teacher_weight": torch.ones(9, 3)}, r"teacher_weight must have shape \(V, 56\) with"),
+        ({"bias": torch.ones(3)}, r"^bias must have shape \(131,\), got \(3,\)"),
+        ({"softcap": -1.0}, "^softcap must be a finite number > 0 or None, got -1.0"),
+        ({"teacher_softcap": 0.0}, "teacher_softcap must be a finite number > 0 or None, got 0.0"),
+        ({"teacher_logit_scale": "a"}, "teacher_logit_scale must be a number, got 'a'"),
+        ({"labels": torch.full((12,), 131)}, r"labels must be in \[0, 131\) or ignore_index"),
+        ({"labels": torch.ones(12)}, "labels must be an integer tensor, got torch.float32"),
+        ({"token_weight": torch.ones(3)}, r"token_weight must have shape \(12,\), got \(3,\)"),
+        ({"num_items_in_batch": -1}, "num_items_in_batch must be a finite number >= 0, got -1"),
+        ({"entropy_out": torch.ones(3)}, r"entropy_out must have shape \(12,\), got \(3,\)"),
+        ({"chunk_mib": 0}, "chunk_mib must be a finite number of MiB > 0 or None, got 0"),
+    ],
+    from_likeliest: [
+        ({"divergence": "jsd"}, "for divergence='forward_kl', ce_weight=0 and .* got 'jsd', 0.0"),
+        ({"ce_weight": 0.5}, "ce_weight=0 and entropy_out=None, got 'forward_kl', 0.5 and a None"),
+        ({"entropy_out": torch.ones(12)}, "got 'forward_kl', 0.0 and a Tensor"),
+        ({"teacher_hidden": torch.ones(12, 3)}, "take the place of teacher_hidden and its head"),
+        ({"teacher_indices": None}, "teacher_indices must be a tensor, got NoneType"),
+        (
+            {"teacher_log_probs": torch.ones(3, 2)},
+            r"of shape \(12, K <= 131\) on cpu, got .*\(3, 2\)",
+        ),
+        ({"teacher_indices": torch.ones(12, 7)}, "teacher_indices must be torch.int64 of shape"),
+        ({"teacher_indices": torch.full((12, 7), 131)}, r"must be in \[0, 131\), got 131 \(84"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("operator", "changes", "message"),
+    [
+        pytest.param(operator, *row, id=f"{operator.__name__}-{'-'.join(row[0])}")
+        for operator, rows in WRONG.items()
+        for row in rows
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_it(
+    operator: Callable[..., Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        operator(**FITTING[operator] | changes)
 
 
 @pytest.mark.parametrize("call", [call_linear, call_logits])

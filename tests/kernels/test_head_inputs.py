@@ -48,36 +48,3 @@ def test_adapter_in_float32_beside_a_bf16_head(device):
         assert value.dtype == plain[name].dtype
         off, eagers = ((v.double() - truth[name]).norm() for v in (value, plain[name]))
         assert off <= 2 * eagers + torch.finfo(torch.bfloat16).eps * truth[name].norm() / 4
-
-
-@pytest.mark.parametrize("low_rank", [(None, None), torch.zeros(12, 4), (torch.zeros(12, 4),)])
-def test_what_is_no_pair_of_tensors_is_named(low_rank, device):
-    inputs, labels = linear_inputs(torch.float32, device)
-    with pytest.raises(ValueError, match="low_rank must be two tensors"):
-        linear_cross_entropy(**inputs, labels=labels, low_rank=low_rank)
-
-
-def test_a_weight_that_is_no_tensor_is_named(device):
-    inputs, labels = linear_inputs(torch.float32, device)
-    inputs["weight"] = inputs["weight"].cpu().numpy()
-    with pytest.raises(ValueError, match="weight must be a tensor, got ndarray"):
-        linear_cross_entropy(**inputs, labels=labels)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({0: (12,)}, r"low_rank\[0\] must have shape \(12, R\), got \(12,\)"),
-        ({0: (11, 4)}, r"low_rank\[0\] must have shape \(12, R\), got \(11, 4\)"),
-        ({1: (131, 5)}, r"low_rank\[1\] must have shape \(131, 4\), got \(131, 5\)"),
-        ({1: (4, 131)}, r"low_rank\[1\] must have shape \(131, 4\), got \(4, 131\)"),
-    ],
-    ids=str,
-)
-def test_adapters_that_do_not_fit_are_named(change, message, device):
-    inputs, labels = linear_inputs(torch.float32, device, rank=4)
-    pair = [inputs.pop("low_rank"), inputs.pop("low_rank_weight")]
-    for place, shape in change.items():
-        pair[place] = torch.zeros(shape, device=device)
-    with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**inputs, labels=labels, low_rank=tuple(pair))
