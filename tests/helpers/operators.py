@@ -191,15 +191,16 @@ TEACHER = ("teacher_hidden", "teacher_weight", "teacher_bias")
 
 def made_distillation(tokens: int) -> Tensors:
     student, teacher, labels = heads(torch.float32, torch.device("cpu"), tokens, bias=True)
-    return {**student, **teacher, "labels": labels}
+    return {**student, **teacher, "labels": labels, "token_weight": torch.rand(tokens)}
 
 
 def distillation_rule(
     tensors: Tensors, frozen: Collection[str], view: Any = None, **options: Any
 ) -> None:
     """Its upstream gradient is one number, of which there is one view."""
-    student = {n: v for n, v in tensors.items() if n not in (*TEACHER, "labels")}
+    student = {n: v for n, v in tensors.items() if n not in (*TEACHER, "labels", *WIDE)}
     teacher = {name: tensors[name] for name in TEACHER}
+    options["token_weight"] = tensors["token_weight"]
     upstream = torch.tensor(-1.7, device=tensors["labels"].device)
     how = {"upstream": upstream, "frozen": tuple(n for n in frozen if n in student)}
     check_distillation(student, teacher, tensors["labels"], **how, **options)
@@ -296,7 +297,7 @@ OPERATORS = {
         made=made_distillation,
         call=partial(linear_distillation, ce_weight=0.4),
         rule=partial(distillation_rule, ce_weight=0.4),
-        fixed=(*TEACHER, "labels"),
+        fixed=(*TEACHER, "labels", "token_weight"),
     ),
     "rms_norm": Operator(
         "rms_norm",

@@ -121,15 +121,6 @@ def test_nan_and_infinity_in_hidden_states_reach_the_loss(value, reduction, devi
     assert ours["hidden_states"][others].isfinite().all()
 
 
-def test_nan_in_an_ignored_token_reaches_nothing(device):
-    inputs, labels = linear_inputs(torch.float32, device, bias=True, ignored=0.0)
-    labels[4] = -100
-    clean = check_linear(inputs, labels)
-    inputs["hidden_states"][4] = math.nan
-    ours = results_and_gradients(lambda **x: linear_cross_entropy(**x, labels=labels), inputs)
-    torch.testing.assert_close(ours, clean, rtol=0, atol=0)
-
-
 @not_a_number
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_infinity_in_logits_reach_the_loss(value, device):

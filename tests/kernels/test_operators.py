@@ -252,6 +252,32 @@ def test_checkpoints_give_the_same_bits(operator, reentrant, quick_device):
     assert all(map(torch.equal, [*results, *(each.grad for each in trained)], expected))
 
 
+LOSSES = {name: operator for name, operator in OPERATORS.items() if "labels" in operator.fixed}
+every_loss = pytest.mark.parametrize("operator", LOSSES.values(), ids=LOSSES)
+
+
+@every_loss
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("dtype", slow_but(LOW_DTYPES, LOW_DTYPES, [torch.float16]), ids=str)
+def test_all_labels_ignored_gives_zero(operator, tokens, dtype, device):
+    tensors = operator.tensors(device, dtype, tokens)
+    tensors["labels"].fill_(-100)
+    for wanted in (EVERYTHING, next(iter(tensors))):  # of a frozen head, too
+        operator.check(tensors, wanted)
+        assert not any(each.any() for each in operator.gradients(tensors, wanted))
+
+
+@every_loss
+def test_what_is_in_an_ignored_token_reaches_nothing(operator, device):
+    tensors = operator.tensors(device, torch.float32, 5)
+    tensors["labels"][3], tensors["labels"][:3] = -100, 7
+    expected = operator.gradients(tensors)
+    for name in ("hidden_states", "logits", "low_rank", "student_hidden", "teacher_hidden"):
+        if name in tensors:
+            tensors[name][3] = torch.nan
+    assert all(map(torch.equal, operator.gradients(tensors), expected))
+
+
 @every_operator
 def test_a_backward_pass_under_autocast_has_the_dtype_of_the_forward_pass(operator, quick_device):
     tensors = operator.tensors(quick_device, torch.float32)
