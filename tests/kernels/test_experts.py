@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import FORMS, LIMIT, calls, check, inputs
-from kernel_forms import INTERPRETED
+from kernel_forms import INTERPRETED, note_launches
 from layer_checks import results_and_gradients
 from slow_cases import slow_but
 
@@ -35,19 +35,9 @@ def cast(tensors: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> di
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The launches of the Triton kernels."""
     pytest.importorskip("triton")
-    from liger_patch.kernels.triton import expert_rows, experts
-
-    found: list[str] = []
-    for name in {*FORWARD, *BACKWARD}:
-        kernels = experts if hasattr(experts, name) else expert_rows
-        launcher = getattr(kernels, name)
-
-        def launched(*arguments: Any, launcher: Any = launcher, name: str = name) -> Any:
-            found.append(name)
-            return launcher(*arguments)
-
-        monkeypatch.setattr(kernels, name, launched)
-    return found
+    rows = (f"expert_rows.{name}" for name in ("order_slots", "gather", "sum_slots"))
+    products = (f"experts.{name}" for name in ("gated", "gated_backward_", "add_thin_"))
+    return note_launches(monkeypatch, *rows, *products)
 
 
 @pytest.mark.parametrize(

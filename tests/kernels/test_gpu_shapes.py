@@ -75,11 +75,11 @@ def truth_in_parts(inputs, labels, **options):
 )
 def test_real_shapes(shape, ignored, options):
     inputs, labels = gpu_inputs(torch.bfloat16, *shape, ignored=ignored)
-    ours = results_and_gradients(
-        lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
-    )
-    again = results_and_gradients(
-        lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
+    ours, again = (
+        results_and_gradients(
+            lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
+        )
+        for _ in range(2)
     )
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     del again
@@ -221,19 +221,13 @@ def test_tensors_of_a_device_that_is_not_the_current_one(reduction):
 @pytest.mark.parametrize("chunk_mib", [TRAINED_CHUNK_MIB, 0.25])
 def test_autocast_over_float32_weights(dtype, chunk_mib):
     inputs, labels = gpu_inputs(torch.float32, 500, 256, 1021, ignored=0.2)
-
-    def under_autocast(function):
-        with torch.autocast("cuda", dtype):
-            return function()
-
     ours = results_and_gradients(
-        lambda **x: under_autocast(
-            lambda: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib)
-        ),
+        lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib),
         inputs,
+        autocast=dtype,
     )
     eager = results_and_gradients(
-        lambda **x: eager_cross_entropy(under_autocast(lambda: linear(*x.values())), labels), inputs
+        lambda **x: eager_cross_entropy(linear(*x.values()), labels), inputs, autocast=dtype
     )
     assert_no_worse(ours, eager, truth_in_parts(inputs, labels), dtype)
     assert ours["weight"].dtype == torch.float32

@@ -100,16 +100,6 @@ def test_checkpointing_leaves_out_the_last_product(
     assert len(products) == 3 + (3 if reentrant else 2) + 3
 
 
-def test_a_checkpoint_of_adapters_alone(device: torch.device) -> None:
-    """As in a model's first layer, whose x takes no gradient."""
-    leaves, parts = trainable(*mlp_inputs(device, "float16"), r"\d\.[ab]")
-    adapters = [each for each in leaves.values() if each.requires_grad]
-    expected = torch.autograd.grad(gated_mlp(leaves["x"], *parts).sum(), adapters)
-    y = checkpoint(gated_mlp, leaves["x"], *parts, use_reentrant=False)
-    ours = torch.autograd.grad(y.sum(), adapters)
-    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
-
-
 @pytest.mark.gpu
 def test_bytes_kept_per_token() -> None:
     """x, gate and up, the thin products, and y itself, in bf16."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_forms import INTERPRETED
+from kernel_forms import INTERPRETED, note_launches
 from layer_checks import ACTIVATIONS
 from lora_checks import (
     EVERYTHING,
@@ -22,26 +22,14 @@ from lora_checks import (
 )
 from slow_cases import slow_but
 
+BOTH = ["gated_lora", "gated_lora_backward_"]
+
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The launches of the Triton kernels."""
     pytest.importorskip("triton")
-    from liger_patch.kernels.triton import gated_lora
-
-    found: list[str] = []
-    for name in ("gated_lora", "gated_lora_backward_"):
-        launcher = getattr(gated_lora, name)
-
-        def launched(*arguments: Any, launcher: Any = launcher, name: str = name) -> Any:
-            found.append(name)
-            return launcher(*arguments)
-
-        monkeypatch.setattr(gated_lora, name, launched)
-    return found
-
-
-BOTH = ["gated_lora", "gated_lora_backward_"]
+    return note_launches(monkeypatch, *(f"gated_lora.{name}" for name in BOTH))
 
 
 @pytest.mark.interpreter

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_forms import FORMS, INTERPRETED, form
+from kernel_forms import INTERPRETED
 from torch import Tensor
 
 from liger_patch.kernels import mxfp4
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 HAS_MOST = 4.0  # a block's largest number over its scale, from which on the scale is the only one
-
-
-@pytest.fixture(params=FORMS)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return form(request)
 
 
 def checkpoint(scales: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
