@@ -11,21 +11,20 @@ import deepspeed
 import torch
 from distributed_step import count_logits
 from gloo_group import compile_no_collectives, each_case
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from torch import distributed as dist
+from trainers import QUIET
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.registry import available
 
 
 def check(case: str, folder: Path, *_: object) -> None:
     library, stage = case.split()
     compile_no_collectives()
-    (row,) = (row for row in available() if row.model_type == "llama")
     # once: behind a case of ZeRO-3, a new model may be partitioned as it is made, on all ranks
     if dist.get_rank() == 0 and not (folder / "model").exists():
-        tiny_model(row).save_pretrained(folder / "model")
+        tiny_model(LLAMA).save_pretrained(folder / "model")
     dist.barrier()
     train = {"transformers": train_with_trainer, "trl": train_with_trl}[library]
     expected, _ = trained(*train(int(stage), folder, patch=False))
@@ -59,7 +58,6 @@ def configuration(stage: int, folder: Path) -> dict[str, Any]:
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}  # nothing is too small
     return {
         "output_dir": str(folder),
-        "use_cpu": True,
         "deepspeed": {
             "zero_optimization": {"stage": stage, **zero},
             "train_micro_batch_size_per_gpu": "auto",
@@ -72,10 +70,7 @@ def configuration(stage: int, folder: Path) -> dict[str, Any]:
         "max_steps": 3,
         "learning_rate": 0.01,
         "optim": "sgd",
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
+        **QUIET,
     }
 
 

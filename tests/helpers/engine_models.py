@@ -7,13 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from tiny_models import tiny_model
+from tiny_models import LLAMA, ROWS, tiny_model
 from torch import distributed as dist
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from liger_patch.registry import available
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # of other sizes bitsandbytes 0.50 takes the scales of other blocks, on CPUs with AVX-512
@@ -53,9 +51,7 @@ def make_model(
     if quantized:
         return with_adapters(_in_4_bits(device))
     has_two_losses = model_type == TWO_LOSSES
-    name = "llama" if has_two_losses else model_type
-    (row,) = (row for row in available() if row.model_type == name)
-    model: Any = tiny_model(row)
+    model: Any = tiny_model(ROWS["llama" if has_two_losses else model_type])
     if has_two_losses:
         model.__class__ = TwoLosses
     model.config.tie_word_embeddings = tied
@@ -95,8 +91,7 @@ def _in_4_bits(device: torch.device) -> Any:
 
 @cache
 def _checkpoint() -> str:
-    (row,) = (row for row in available() if row.model_type == "llama")
-    config = tiny_model(row).config
+    config = tiny_model(LLAMA).config
     config.update(SIZES)
     torch.manual_seed(0)
     return saved(LlamaForCausalLM(config))

@@ -89,11 +89,7 @@ def trl_padding_free(samples: list[Sample]) -> dict[str, Any]:
 
 def trl_packed(samples: list[Sample]) -> dict[str, Any]:
     """Of TRL's packing: each row says how long its sequences are."""
-    pytest.importorskip("trl")
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collate: Any = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True)
-    packed = [
+    packed: Any = [
         {
             "input_ids": [x for s in part for x in s["input_ids"]],
             "labels": [x for s in part for x in s["labels"]],
@@ -101,7 +97,7 @@ def trl_packed(samples: list[Sample]) -> dict[str, Any]:
         }
         for part in (samples[:2], samples[2:])
     ]
-    return collate(packed)
+    return trl_padding_free(packed)
 
 
 def padded(samples: list[Sample], side: str = "right") -> dict[str, Tensor]:

@@ -25,14 +25,14 @@ from distributed_step import count_logits
 from engines import shard_on_cpus, whole
 from gloo_group import compile_no_collectives, each_case
 from lora_models import adapted
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import LLAMA, tiny_batch, tiny_model
 from torch import Tensor
 from torch import distributed as dist
+from trainers import QUIET
 from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.registry import available
 
 ATTENTION = ALL_ATTENTION_FUNCTIONS["sdpa"]  # which engines replace
 LENGTH, SEQUENCES, STEPS = 16, 4, 2
@@ -121,8 +121,7 @@ def options(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def make_model(arguments: argparse.Namespace) -> Any:
-    (row,) = (row for row in available() if row.model_type == "llama")
-    model = tiny_model(row)
+    model = tiny_model(LLAMA)
     return adapted(base=model) if arguments.lora else model
 
 
@@ -148,7 +147,6 @@ def make_trainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(folder),
-            use_cpu=device == "cpu",
             per_device_train_batch_size=1,
             per_device_eval_batch_size=1,
             gradient_accumulation_steps=2,
@@ -158,10 +156,7 @@ def make_trainer(
             max_grad_norm=1e9,
             optim="sgd",
             prediction_loss_only=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            **options(arguments, device),
+            **QUIET | {"use_cpu": device == "cpu"} | options(arguments, device),
         ),
         train_dataset=data,
         eval_dataset=data,

@@ -22,7 +22,7 @@ from engine_models import saved
 from engines import mesh_of_all, tensor_parallel, whole
 from gloo_group import each_case
 from packaging.version import Version
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.masked_attention import DeferredMask
-from liger_patch.registry import available
 
 LOSS, GRADIENTS = 1e-6, 1e-5  # relative, in float32
 
@@ -110,8 +109,7 @@ class Gathers(TorchDispatchMode):
 
 
 def make(arguments: argparse.Namespace) -> Any:
-    (row,) = (row for row in available() if row.model_type == arguments.model)
-    model: Any = tiny_model(row)
+    model: Any = tiny_model(ROWS[arguments.model])
     model.config.use_cache = not arguments.packed  # with one, Transformers sees no sequences
     if arguments.tied:
         model.config.tie_word_embeddings = True
