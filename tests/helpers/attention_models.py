@@ -5,6 +5,8 @@ the reference stands for flash attention, and masks are deferred as on a GPU.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import plain_flash
@@ -189,22 +191,18 @@ def assert_right(ours: Step, own: Step, truth: Step) -> None:
     assert_no_worse(ours, own, truth, torch.float32)
 
 
-class seen_masks:
+@contextmanager
+def seen_masks(model: Any) -> Iterator[list[Any]]:
     """The masks that the layers of a model are given within this context."""
+    seen: list[Any] = []
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.seen = model, []
+    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append(kwargs["attention_mask"])
 
-    def _see(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self.seen.append(kwargs["attention_mask"])
-
-    def __enter__(self) -> list[Any]:
-        layers = self.model.model.layers
-        self.hooks = [
-            each.self_attn.register_forward_pre_hook(self._see, with_kwargs=True) for each in layers
-        ]
-        return self.seen
-
-    def __exit__(self, *_: Any) -> None:
-        for each in self.hooks:
+    attentions = [layer.self_attn for layer in model.model.layers]
+    hooks = [each.register_forward_pre_hook(see, with_kwargs=True) for each in attentions]
+    try:
+        yield seen
+    finally:
+        for each in hooks:
             each.remove()

@@ -153,22 +153,18 @@ class FSDP1(Engine):
             module._sync_gradients = enabled  # no_sync(), for longer than a block
 
     def gradients(self) -> dict[str, Tensor]:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        module: Any = self.module
-        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-            return self._named(super().gradients())
+        return self._whole(super().gradients, with_grads=True)
 
     def weights(self) -> dict[str, Tensor]:
+        return self._whole(super().weights)
+
+    def _whole(self, read: Callable[[], dict[str, Tensor]], **how: bool) -> dict[str, Tensor]:
+        """With the names that they have without the wrappers."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         module: Any = self.module
-        with FullyShardedDataParallel.summon_full_params(module):
-            return self._named(super().weights())
-
-    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As without the wrappers."""
-        return {name.replace("_fsdp_wrapped_module.", ""): t for name, t in tensors.items()}
+        with FullyShardedDataParallel.summon_full_params(module, **how):
+            return {name.replace("_fsdp_wrapped_module.", ""): t for name, t in read().items()}
 
 
 def fsdp2_mixed(model: PreTrainedModel) -> Engine:

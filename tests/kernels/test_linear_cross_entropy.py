@@ -1,8 +1,16 @@
-"""Linear and cross entropy in one, in every option, dtype, shape and reduction."""
+"""Linear and cross entropy in one, in every option, dtype, shape and reduction, with adapters."""
 
 import pytest
 import torch
-from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+from three_ways import (
+    LOW_DTYPES,
+    OPTIONS,
+    check_linear,
+    chunk_mib,
+    filled,
+    linear_inputs,
+    results_and_gradients,
+)
 
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -23,8 +31,9 @@ SHAPES = {  # N, H, V
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
-def test_every_option_in_every_dtype(options, dtype, device):
-    inputs, labels = linear_inputs(dtype, device, bias=dtype != torch.float16)
+@pytest.mark.parametrize("rank", [0, 4], ids=["", "adapter"])
+def test_every_option_in_every_dtype(options, dtype, rank, device):
+    inputs, labels = linear_inputs(dtype, device, bias=dtype != torch.float16, rank=rank)
     options = filled(options, len(labels), 131, device)
     check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
 
@@ -57,3 +66,30 @@ def test_bias_changes_the_loss():
     with_bias = linear_cross_entropy(**inputs, labels=labels)
     del inputs["bias"]
     assert abs(with_bias - linear_cross_entropy(**inputs, labels=labels)) > 0.1
+
+
+def test_adapter_in_float32_beside_a_bf16_head(device):
+    """As PEFT keeps it: each gradient comes in its input's own dtype."""
+    inputs, labels = linear_inputs(torch.bfloat16, device, 64, rank=8)
+    inputs |= {name: inputs[name].float() for name in ("low_rank", "low_rank_weight")}
+
+    def ours(hidden_states, weight, low_rank, low_rank_weight):
+        pair = (low_rank, low_rank_weight)
+        return linear_cross_entropy(hidden_states, weight, labels, low_rank=pair)
+
+    def eager(hidden_states, weight, low_rank, low_rank_weight):
+        logits = hidden_states @ weight.t() + low_rank @ low_rank_weight.t()
+        return torch.nn.functional.cross_entropy(logits.to(hidden_states.dtype).float(), labels)
+
+    wide = {name: value.double() for name, value in inputs.items()}
+    truth = results_and_gradients(eager, wide)
+    plain, fused = (
+        results_and_gradients(loss, inputs, frozen=("weight",)) for loss in (eager, ours)
+    )
+    for name, value in fused.items():
+        if value is None or truth[name] is None:
+            assert name == "weight"
+            continue
+        assert value.dtype == plain[name].dtype
+        off, eagers = ((v.double() - truth[name]).norm() for v in (value, plain[name]))
+        assert off <= 2 * eagers + torch.finfo(torch.bfloat16).eps * truth[name].norm() / 4
