@@ -73,18 +73,21 @@ def test_one_row_beyond_60_nats_leaves_the_others_alone(both_odds):
     assert torch.equal(calm[others], wild[others])
 
 
-def test_probability_of_one(odds):
+def test_probability_of_one(both_odds):
     """log(1 + others) keeps others that are below the last digit of 1."""
+    device, dtype = both_odds
+    weight = torch.eye(64, device=device, dtype=dtype)
+    inputs = {"hidden_states": 25 * weight[:5], "weight": weight}
+    ours = check_linear(inputs, torch.arange(5, device=device))
+    expected = torch.tensor(math.log1p(63 * math.exp(-25)), device=device)
+    torch.testing.assert_close(ours["loss"], expected, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_entropy_of_a_probability_of_one(odds):
     device, dtype = odds
     weight = torch.eye(64, device=device, dtype=dtype)
-    hidden_states = 25 * weight[:5]
-    labels = torch.arange(5, device=device)
-    losses = linear_cross_entropy(hidden_states, weight, labels, reduction="none")
-    expected = math.log1p(63 * math.exp(-25))
-    torch.testing.assert_close(losses, torch.full_like(losses, expected), rtol=1e-5, atol=0)
-    check_linear({"hidden_states": hidden_states, "weight": weight}, labels)
-    others = 63 * math.exp(-25)
-    entropy = linear_log_probs(hidden_states, weight, labels, outputs=("entropy",)).entropy
+    labels, others = torch.arange(5, device=device), 63 * math.exp(-25)
+    entropy = linear_log_probs(25 * weight[:5], weight, labels, outputs=("entropy",)).entropy
     expected = math.log1p(others) + 25 * others / (1 + others)
     torch.testing.assert_close(entropy, torch.full_like(entropy, expected), rtol=1e-5, atol=0)
 
