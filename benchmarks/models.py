@@ -205,9 +205,4 @@ OTHER_ROWS = tuple(
     for model in FULL_WIDTH[:2]
     for rows in ("packed", "padded")
 )
-MODELS = (
-    *FULL_WIDTH,
-    replace(FULL_WIDTH[0], name="Llama-3.2-1B + QLoRA, 8 x 2048", lora_rank=16, quantized=True),
-    replace(FULL_WIDTH[-1], name="Qwen3-8B + QLoRA, 4 x 2048", quantized=True),
-    *OTHER_ROWS,
-)
+MODELS = (*FULL_WIDTH, *OTHER_ROWS)

@@ -8,7 +8,7 @@ The contenders of a model share one set of weights and one batch, so all of them
 this one process; models run one after the other. One step of each is
 compared with eager's first: a contender whose loss or gradient differs is not timed. Gradients are
 made anew in every step and count as its memory, weights do not. No optimizer, no checkpointing.
-The lower bound is eager's matmuls and attentions alone; 4-bit models have none.
+The lower bound is eager's matmuls and attentions alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _rows(
     steps = {name: partial(run_step, losses[name], built, batch) for name in right}
     rows: list[dict] = []
     bounds: dict[str, Callable[[], None]] = {}
-    if "eager" in steps and not model.quantized:  # 4-bit matmuls unpack their weights
+    if "eager" in steps:
         bound = attempt(lambda: step_bound(steps["eager"], built, batch))
         if isinstance(bound, Failure):
             rows.append({"model": model.name, "contender": LOWER_BOUND, **asdict(bound)})

@@ -26,7 +26,6 @@ DRAWN = (  # how the names begin of reports that have a picture; one has two
     "longest_row",
     "lora_step",
     "moe_step",
-    "qlora_step",
     "training_step",
 )
 
