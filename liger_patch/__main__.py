@@ -117,9 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"argument SCRIPT: expected a file, got {options.script}")
-    from liger_patch.cli.run import compare, run
-
     if options.command == "run":
+        from liger_patch.cli.run import run
+
         return run(options.script, options.arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error(
@@ -127,6 +127,8 @@ def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         )
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"argument --json: expected a file in an existing folder, got {options.json}")
+    from liger_patch.cli.compare import compare
+
     return compare(options.script, options.arguments, options.steps, options.json)
 
 

@@ -12,18 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from liger_patch.__main__ import main
-from liger_patch.cli import run
+from liger_patch.cli import compare
+from liger_patch.cli.run import measure
 
 
 def forked(command: list[str], stdout: int, check: bool) -> subprocess.CompletedProcess:
     """Of ``subprocess.run``, what ``compare`` asks for."""
-    assert command[:3] == [sys.executable, "-c", run.CHILD]
+    assert command[:3] == [sys.executable, "-c", compare.CHILD]
     assert (stdout, check) == (2, False)
     child = os.fork()
     if child:
         return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.wait()[1]))
     os.dup2(stdout, 1)
-    leave(lambda: run.measure(*command[3:]))
+    leave(lambda: measure(*command[3:]))
 
 
 def leave(function: Any) -> Any:
@@ -44,7 +45,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    run.subprocess = SimpleNamespace(run=forked)  # type: ignore[assignment]
+    compare.subprocess = SimpleNamespace(run=forked)  # type: ignore[assignment]
     try:
         returned = main(sys.argv[1:])
     except SystemExit as error:
