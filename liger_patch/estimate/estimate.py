@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_patch.estimate.model import Sizes, TrainingStep, build, described, without_adapters
+from liger_patch.estimate.operations import CHUNK
 from liger_patch.estimate.step import (
     CONTENDERS,
     EAGER,
@@ -19,15 +20,7 @@ from liger_patch.estimate.step import (
     host_bytes,
     trace_step,
 )
-from liger_patch.estimate.trace import (
-    BACKWARD,
-    CHUNK,
-    HEAD,
-    HEAD_BACKWARD,
-    LAYER,
-    Allocation,
-    Trace,
-)
+from liger_patch.estimate.trace import BACKWARD, HEAD, HEAD_BACKWARD, LAYER, Allocation, Trace
 from liger_patch.kernels.chunk_sizes import longest_at_once, size_of_experts
 from liger_patch.layers.checks import TOP_HOOKS
 from liger_patch.layers.long_rows import LONG_INPUT_BYTES

@@ -16,18 +16,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.deferred.capture import replace_attribute
 from liger_patch.estimate.model import QuantizedLinear, Sizes, TrainingStep, build
-from liger_patch.estimate.trace import (
-    HEAD,
-    LAYER,
+from liger_patch.estimate.operations import (
     ChunkedHead,
     GpuOperations,
-    MemoryTrace,
-    Trace,
     Unpacked,
     activate,
     activate_backward,
     first_slices,
 )
+from liger_patch.estimate.trace import HEAD, LAYER, MemoryTrace, Trace
 from liger_patch.kernels import experts as kernels_of_experts
 from liger_patch.kernels import gated_mlp
 from liger_patch.kernels.chunk_sizes import chunk_rows, rows_before_count, summed_chunk_rows

@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from transformers import LlamaConfig
 
 from liger_patch.estimate import estimate as estimates
-from liger_patch.estimate import trace as traces
+from liger_patch.estimate import operations
 from liger_patch.estimate.model import build
 from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, host_bytes, trace_step
 from liger_patch.estimate.trace import MemoryTrace
@@ -62,7 +62,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 1024 * token_bytes)
     for module in (long_rows, estimates):
         monkeypatch.setattr(module, "LONG_INPUT_BYTES", 1024 * 2 * HIDDEN)
-    for module in (chunk_sizes, traces):
+    for module in (chunk_sizes, operations):
         monkeypatch.setattr(module, "SLICE_BYTES", 256 * token_bytes)
     return 256
 
@@ -155,7 +155,7 @@ def test_two_slices_take_what_all_do(
     lengths = 4 * slices, 8 * slices
     of_all = [peak(each) for each in lengths]
     assert of_all[1] - of_all[0] == 4 * slices * 3 * 2 * HIDDEN  # y, dy and dx: x is given
-    monkeypatch.setattr(gated_mlp, "slices_of", traces.first_slices)
+    monkeypatch.setattr(gated_mlp, "slices_of", operations.first_slices)
     assert [peak(each) for each in lengths] == of_all
 
 
