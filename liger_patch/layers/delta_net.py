@@ -13,12 +13,13 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
+from liger_patch.kernels.backend import is_hopper
 from liger_patch.kernels.causal_conv import ACTIVATIONS, causal_conv
 from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.graphs import is_compiled_here
@@ -89,16 +90,17 @@ def _is_fallback(function: Any) -> bool:
 
 def _cannot_train(function: Any) -> bool:
     """Return whether a function is flash-linear-attention's on a Hopper GPU with Triton 3.4 to
-    3.7.0, where its gradients are wrong, and an error since 0.5 (without tilelang).
+    3.7.0: its gradients are wrong there, or an error. Its 0.5 refuses newer Tritons too.
 
     Source: https://github.com/fla-org/flash-linear-attention/issues/640
     """
     if (getattr(_held(function), "__module__", None) or "").partition(".")[0] != "fla":
         return False
-    fla: Any = sys.modules.get("fla.utils")
-    is_hit = getattr(fla, "IS_NVIDIA_HOPPER", False) and getattr(fla, "TRITON_ABOVE_3_4_0", False)
-    is_mended = getattr(fla, "TRITON_ABOVE_3_7_1", False) or find_spec("tilelang") is not None
-    return is_hit and not is_mended
+    import triton  # as that package does
+
+    is_mended = getattr(sys.modules.get("fla.utils"), "TRITON_ABOVE_3_7_1", False)
+    is_hit = Version(triton.__version__) >= Version("3.4") and not is_mended
+    return is_hit and is_hopper(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _held(function: Any) -> Any:

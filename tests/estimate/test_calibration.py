@@ -38,7 +38,6 @@ OVER_WEIGHTS = {  # files of steps without autocast, their peaks over the weight
     "training_step_packed.json": "steps",
     "training_step_compiled.json": "steps",
     "training_step_compiled_h200.json": "steps",
-    "qlora_step.json": "steps",
     "sft_step.json": "sft_steps",
 }
 CONTENDERS = {

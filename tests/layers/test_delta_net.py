@@ -191,29 +191,52 @@ def test_functions_of_libraries_stay(library_calls: list[int]) -> None:
     assert len(library_calls) == number
 
 
-@pytest.mark.parametrize("mended", ["by Triton", "by tilelang", None])
+@pytest.mark.parametrize(
+    ("hopper", "triton", "fla", "replaced"),
+    [
+        (True, "3.6.0", {}, True),
+        (True, "3.6.0", {"TRITON_ABOVE_3_7_1": False}, True),
+        (True, "3.3.1", {}, False),
+        (True, "3.8.0", {"TRITON_ABOVE_3_7_1": True}, False),
+        (False, "3.6.0", {}, False),
+    ],
+)
 def test_a_library_that_cannot_train_here_is_replaced(
-    mended: str | None, library_calls: list[int], monkeypatch: pytest.MonkeyPatch
+    hopper: bool,
+    triton: str,
+    fla: dict[str, bool],
+    replaced: bool,
+    library_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On Hopper GPUs with Triton 3.4 to 3.7.0, backward passes of flash-linear-attention fail."""
-    here = {"IS_NVIDIA_HOPPER": True, "TRITON_ABOVE_3_4_0": True}
-    here["TRITON_ABOVE_3_7_1"] = mended == "by Triton"
-    monkeypatch.setitem(sys.modules, "fla.utils", types.SimpleNamespace(**here))
-    found = object() if mended == "by tilelang" else None
-    monkeypatch.setattr(delta_net, "find_spec", {"tilelang": found}.__getitem__)
+    """On Hopper GPUs with Triton 3.4 to 3.7.0, flash-linear-attention's gradients are wrong."""
+    monkeypatch.setitem(sys.modules, "fla.utils", types.SimpleNamespace(**fla))
+    monkeypatch.setattr("triton.__version__", triton)
+    monkeypatch.setattr(delta_net, "is_hopper", lambda device: hopper)
     model = tiny_model(ROWS["qwen3_5_text"])
     number, batch = len(layers_of(model)), tiny_batch(model, length=70)
     wide = widened(model)
     truth, eager = step(wide, batch, **NO_CACHE), step(model, batch, **NO_CACHE)
     with patched(model, layers=True):
-        assert count_layers(model)["delta_net"] == (number if mended is None else 0)
+        assert count_layers(model)["delta_net"] == (number if replaced else 0)
     library_calls.clear()
-    apply_patch(model, layers=["delta_net"] if mended is None else False)
+    apply_patch(model, layers=["delta_net"] if replaced else False)
     ours = step(model, batch, **NO_CACHE)
-    assert len(library_calls) == (0 if mended is None else number)
+    assert len(library_calls) == (0 if replaced else number)
     assert_no_worse(*joined(ours, eager, truth), torch.float32)
     model(input_ids=batch["input_ids"], use_cache=True)
     assert library_calls
+
+
+def test_convolutions_of_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_net, "is_hopper", lambda device: True)
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+
+    def implementation(*arguments: Any) -> None: ...
+
+    for module, replaced in (("causal_conv1d.interface", False), ("fla.ops", True)):
+        monkeypatch.setattr(implementation, "__module__", module)
+        assert delta_net._is_replaced(implementation) == replaced
 
 
 def test_a_function_that_is_replaced_after_the_patch_runs(
