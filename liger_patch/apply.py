@@ -34,6 +34,14 @@ from liger_patch.readers.wrapped_model import transformers_model
 from liger_patch.subclass import ORIGINAL, count_replacements
 
 Model = TypeVar("Model", bound=nn.Module)
+ACTIVATION = "; its activation must be silu or gelu, with no dropout behind it"
+NEEDS = {  # of a kind of layers, behind what all need
+    "gated": ACTIVATION,
+    "experts": ACTIVATION,
+    "attention": "; it must be causal and take its function from Transformers' table",
+    "delta_net": "; it needs Transformers 5.15 (installed: "
+    f"{transformers.__version__}) and no flash-linear-attention that trains here",
+}
 
 
 def apply_patch(
@@ -174,11 +182,8 @@ def _choose_layers(
         restore_layers(model, names - before)
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
-            "layer that has a kernel. Its class must be Transformers' own, and have no "
-            "hook of accelerate. The activation of gated layers and experts must be silu or gelu, "
-            "with no dropout behind it, "
-            "an attention must be causal and take its function from Transformers' table; gated "
-            f"delta nets need Transformers 5.15 or newer (installed: {transformers.__version__})"
+            "layer that has a kernel. Its class must be Transformers' own, and have no hook of "
+            f"accelerate{''.join(NEEDS.get(name, '') for name in lacking)}"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes

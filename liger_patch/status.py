@@ -15,6 +15,7 @@ from liger_patch.kernels.head.inputs import default_chunk_mib
 from liger_patch.layers import checks
 from liger_patch.layers.attention import with_masks
 from liger_patch.layers.delta_net import of_libraries
+from liger_patch.layers.experts import own_implementations
 from liger_patch.layers.lora import not_plain
 from liger_patch.layers.quantized_base import Fp8Linear
 from liger_patch.layers.recurrent import ways_of_packed_rows
@@ -152,6 +153,7 @@ def _layer_notes(model: PreTrainedModel, record: PatchRecord) -> Iterator[str]:
         (not_plain, "in PEFT's own forward: {}"),
         (ways_of_packed_rows, "recurrent: {}"),
         (of_libraries, "delta_net on {}'s kernels"),
+        (own_implementations, "experts in Transformers' own code: {}"),
         (with_masks, "attention with masks: {}"),
     ):
         yield from (f"{n} {words.format(which)}" for which, n in counted(model).items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,10 +206,13 @@ def test_the_status_after_a_fallback_gives_the_reason(
     assert rows["logits held"] == "7.5 MiB a chunk"
 
 
-def test_a_name_in_place_of_a_model_is_an_error_that_says_to_load_it() -> None:
-    model: Any = "organisation/name"
+def test_what_is_no_model_is_an_error_that_says_what_to_give(model: Any) -> None:
+    name: Any = "organisation/name"
     with pytest.raises(TypeError, match="got 'organisation/name': load it first"):
-        apply_patch(model)
+        apply_patch(name)
+    trainer: Any = SimpleNamespace(model=model)
+    with pytest.raises(TypeError, match=r"got SimpleNamespace: give its \.model"):
+        apply_patch(trainer)
 
 
 def test_the_status_of_a_head_whose_weight_is_a_method(model: Any) -> None:

@@ -129,6 +129,8 @@ def load_config(model: str) -> Any:
     place = os.path.expanduser(model)
     if os.path.isdir(place) and not os.path.isfile(os.path.join(place, "config.json")):
         raise ValueError(_no_config(model, "this folder has no config.json"))
+    if place.startswith((os.curdir, os.sep)) and not os.path.exists(place):
+        raise ValueError(_no_config(model, "there is no such folder or file"))
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=True)
     except Exception as error:  # also Transformers' own, of fields that a config cannot have

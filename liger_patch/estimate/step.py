@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -125,8 +124,6 @@ def trace_step(
         stack.enter_context(masked_attention.UsedTokens())
         stack.enter_context(memory)
         labels = ids if contender.head == "logits" else None
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "liger_patch (keeps|offloads)")  # on the device
         with operations, nullcontext() if offload is None else offload.forward_pass(inner):
             out = model(input_ids=ids, labels=labels, use_cache=False)
             loss = out.loss

@@ -35,8 +35,8 @@ def preprocess_logits_for_metrics(logits: Any, labels: Tensor) -> Tensor:
         ValueError: no tensors, or shapes that do not fit.
     """
     if isinstance(logits, (tuple, list)):
-        own = (each for each in logits if isinstance(each, Tensor) and each.dim() == 3)
-        logits = next(own, logits)
+        tensors = [each for each in logits if isinstance(each, Tensor)]
+        logits = next((each for each in tensors if each.dim() == 3), (*tensors, logits)[0])
     if isinstance(labels, (tuple, list)) and labels:
         labels = labels[0]
     for name, value in (("logits", logits), ("labels", labels)):

@@ -77,8 +77,12 @@ def is_left_to_model(layer: nn.Module, x: object) -> bool:
 
 
 def check_device(device: torch.device | str | None) -> None:
-    """Raise ValueError for a CUDA device where there is none."""
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """Raise ValueError for what is no device, and for a CUDA device where there is none."""
+    try:
+        kind = "cpu" if device is None else torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a device of PyTorch, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be one that is here, and no CUDA GPU is, got {device!r}")
 
 

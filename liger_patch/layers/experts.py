@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -165,6 +166,13 @@ def _has_own_way(layer: Any) -> bool:
     if "_is_expert_parallel" not in layer.__dict__ and in_process_group():
         return True  # an older Transformers, whose experts do not tell
     return has_hooks(*(each for key, each in layer._modules.items() if key != HELD))
+
+
+def own_implementations(model: nn.Module) -> Counter[str]:
+    """Return how many experts run Transformers' own code, by the implementation that was chosen."""
+    layers = (m for m in model.modules() if "experts" in layers_of(m) and not is_wrapper(m))
+    chosen = (getattr(getattr(m, "config", None), "_experts_implementation", None) for m in layers)
+    return Counter(each for each in chosen if each not in IMPLEMENTATIONS)
 
 
 def _is_of_form(layer: Any) -> bool:

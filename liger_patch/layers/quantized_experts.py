@@ -10,7 +10,9 @@ layer runs 2 a number of one weight of this layer.
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -126,17 +128,34 @@ def quantize_experts(
 
     Raises:
         ImportError: nf4 or fp4 without bitsandbytes.
-        ValueError: another ``quant_type``, no such device, a model without experts that may be on
-            kernels, or in MXFP4 an input size of experts that is no multiple of 32.
+        ValueError: another ``quant_type`` or ``double_quant``, no such device, a model without
+            experts that may be on kernels, or in MXFP4 an input size of experts that is no
+            multiple of 32.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
+    if not isinstance(double_quant, bool):
+        raise ValueError(f"double_quant must be True or False, got {double_quant!r}")
     check_device(device)
     hold_experts(
         model,
         lambda weight: ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant),
     )
+    if not _is_adapted(model):
+        warnings.warn(
+            f"quantize_experts: the experts of {type(model).__name__} take no adapters from now "
+            "on. If they shall have some, call get_peft_model or PeftModel.from_pretrained first",
+            stacklevel=2,
+        )
     return model
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    if "peft" not in sys.modules:
+        return False
+    from liger_patch.readers.lora_adapters import has_adapters
+
+    return any(map(has_adapters, model.modules()))
 
 
 def hold_experts(model: nn.Module, held_weight: Callable[[Tensor], nn.Module]) -> None:
@@ -185,7 +204,7 @@ def quantized_layer(original: Any) -> type[nn.Module]:
                 raise RuntimeError(
                     f"{name} is held in 4 bits by quantize_experts: adapters come before that "
                     "(get_peft_model, PeftModel.from_pretrained), are active one at a time, and "
-                    "are not merged into it"
+                    "are not merged into it (unmerge_adapter() takes back what PEFT merged so far)"
                 )
             weight = getattr(self, experts.HELD)[name].dequantized(dtype)
             return weight if self.is_transposed else weight.transpose(1, 2)

@@ -124,8 +124,6 @@ class ForwardPass:
     ) -> Tensor:
         """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
         self.done = self.is_causal = True
-        if isinstance(num_items_in_batch, bool):
-            raise ValueError(f"num_items_in_batch must be a number, got {num_items_in_batch!r}")
         shifted = shift_labels is not None
         given = labels if shift_labels is None else shift_labels
         is_tensor = isinstance(given, Tensor)

@@ -23,6 +23,8 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
         around = "" if base is model else f" around a {type(base).__name__}"
         got = repr(model) if isinstance(model, str) else type(model).__name__
         advice = "load it first, with from_pretrained()"
+        if isinstance(getattr(model, "model", None), nn.Module):
+            advice = "give its .model"
         if isinstance(base, nn.Module):
             advice = "give the model within, and patch it before it is wrapped or compiled"
         raise TypeError(

@@ -118,7 +118,7 @@ NO_DECODER = "model must be a decoder that generates text"
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
-        ("./no/such/nothing", [NO_MODEL]),
+        ("./no/such/nothing", [NO_MODEL, "there is no such folder or file"]),
         ("nobody/nothing", ["`hf download nobody/nothing config.json` puts it there"]),
         (None, ["got '{folder}': this folder has no config.json\n"]),
         ('{"model_type": "llama", "hidden_size": "wide"}', [NO_MODEL]),

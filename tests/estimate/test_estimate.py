@@ -230,6 +230,7 @@ def test_all_experts_have_adapters(model_type: str) -> None:
 @PEFTS_WARNINGS
 @pytest.mark.parametrize("quant_type", ["nf4", "mxfp4"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.filterwarnings("ignore:quantize_experts. the experts of .* take no adapters")
 def test_experts_in_4_bits_take_what_a_models_do(model_type: str, quant_type: str) -> None:
     if quant_type == "nf4":
         pytest.importorskip("bitsandbytes")

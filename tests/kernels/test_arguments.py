@@ -57,6 +57,7 @@ BOTH = [  # argument, value, what the message must hold
     ("logit_scale", -HUGE, "-10000"),
     ("num_items_in_batch", HUGE, "10000"),
     ("num_items_in_batch", -1, "-1"),
+    ("num_items_in_batch", True, "True"),
     ("num_items_in_batch", torch.ones(2), "(2,)"),
 ]
 LINEAR = [

@@ -244,6 +244,19 @@ def test_states_without_gradients(how: str) -> None:
         assert_same(model, eager, batch)
 
 
+def test_the_status_names_experts_of_another_implementation(runs: Runs) -> None:
+    model = apply_patch(tiny_model(ROWS["qwen3_moe"]))
+    model.set_experts_implementation("batched_mm")
+    assert not runs.of_step(model, tiny_batch(model))
+    number = count_layers(model)["experts"]
+    said = f"{number} experts in Transformers' own code: batched_mm"
+    assert number > 0
+    assert said in str(patch_status(model))
+    model.set_experts_implementation("eager")
+    assert len(runs.of_step(model, tiny_batch(model))) == number
+    assert "batched_mm" not in str(patch_status(model))
+
+
 @pytest.mark.parametrize("layers", [True, ["experts"], ["lora", "experts"], ["lora"]], ids=str)
 def test_adapters_that_come_after_the_patch(layers: Any, runs: Runs) -> None:
     base = tiny_model(ROWS[QWEN]).double()

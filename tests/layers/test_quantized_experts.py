@@ -27,7 +27,11 @@ from transformers import (
 
 from liger_patch import apply_patch, patch_status, quantize_experts, revert_patch
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+NO_ADAPTERS = "the experts of Qwen3MoeForCausalLM take no adapters from now on"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing_enable. is deprecated",
+    "ignore:quantize_experts. the experts of .* take no adapters",
+)
 NAMES = "gate_up_proj", "down_proj"
 HOW: dict[str, dict[str, Any]] = {
     "nf4": {},
@@ -179,7 +183,13 @@ def test_what_needs_the_weights_is_an_error() -> None:
     model = quantize_experts(adapted(mixture("qwen3_moe")), "cpu")
     with pytest.raises(RuntimeError, match="held in 4 bits by quantize_experts"):
         model.merge_and_unload()
-    bare = quantize_experts(mixture("qwen3_moe"), "cpu")
+    wrong: Any = "yes"
+    with pytest.raises(ValueError, match="double_quant must be True or False, got 'yes'"):
+        quantize_experts(mixture("qwen3_moe"), "cpu", double_quant=wrong)
+    with pytest.raises(ValueError, match="device must be a device of PyTorch, got 'gpu'"):
+        quantize_experts(mixture("qwen3_moe"), "gpu")
+    with pytest.warns(UserWarning, match=NO_ADAPTERS):
+        bare = quantize_experts(mixture("qwen3_moe"), "cpu")
     with pytest.raises(ValueError, match="no `target_parameters` found"):  # PEFT's own
         get_peft_model(bare, LoraConfig(**LORA))
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM without experts"):

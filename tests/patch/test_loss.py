@@ -16,6 +16,7 @@ from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Float64, Step, call, gradients, patched, step, widened
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -250,10 +251,34 @@ def test_labels_that_are_no_tensor_are_named(name: str) -> None:
         call(model, batch)
 
 
-def test_a_truth_value_is_no_number_of_items() -> None:
-    model = apply_patch(tiny_model(LLAMA))
-    with pytest.raises(ValueError, match="num_items_in_batch must be a number, got True"):
-        call(model, tiny_batch(model), num_items_in_batch=True)
+class OutOfMemory(TorchDispatchMode):
+    """A GPU that is full at the operation of this number."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at:
+            raise torch.OutOfMemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_step_after_one_that_ran_out_of_memory_is_the_same(layers: bool) -> None:
+    model = apply_patch(tiny_model(LLAMA), layers=layers)
+    batch = tiny_batch(model)
+    expected = step(model, batch)
+    with OutOfMemory(at=0) as operations:
+        step(model, batch)
+    for at in range(1, operations.count, operations.count // 40):
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(at):
+            step(model, batch)
+        model.zero_grad()
+        found = step(model, batch)
+        assert patch_status(model).fused
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_shift_labels_alone_give_no_loss_as_in_eager() -> None:

@@ -339,6 +339,6 @@ def test_only_transformers_own_layers_are_on_kernels() -> None:
     apply_patch(model)
     assert count_layers(model)["rms_norm"] == 4
     assert type(model.model.norm).__name__ == "OwnRMSNorm"
-    for name, said in (("rms_norm", "silu or gelu"), ("delta_net", "need Transformers 5.15 or")):
+    for name, said in (("gated", "silu or gelu"), ("delta_net", "needs Transformers 5.15")):
         with pytest.raises(ValueError, match=f"has no {name} layer that has a kernel.*{said}"):
             apply_patch(tiny_model(Architecture("gpt2", "GPT2LMHeadModel", "")), layers=[name])

@@ -254,6 +254,7 @@ def check_token_arguments(
             )
     elif not (
         isinstance(num_items_in_batch, Real)
+        and not isinstance(num_items_in_batch, bool)
         and num_items_in_batch >= 0
         and is_finite(num_items_in_batch)
     ):

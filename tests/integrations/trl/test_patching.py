@@ -15,6 +15,7 @@ import yaml
 from documents import configuration
 from tiny_models import tiny_batch
 from tiny_text import prompts_and_completions, tiny_tokenizer
+from torch import nn
 from training_step import widened
 from transformers import PreTrainedModel
 from trl_models import (
@@ -298,6 +299,16 @@ def test_an_architecture_without_a_row_is_fused() -> None:
     assert_same(call(apply_trl_patch(model), batch), trls)
     assert_fused(model)
     assert patch_status(model).architecture == "not tested"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_strict_wants_a_row() -> None:
+    model = with_head(make_model())
+    with pytest.raises(ValueError, match="'llama', which has no row"):
+        apply_trl_patch(model, strict=True)
+    assert not patch_status(model).patched
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        apply_trl_patch(nn.Linear(2, 2))
 
 
 def test_patching_twice_replaces_the_options() -> None:
