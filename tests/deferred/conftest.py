@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from eager_logits import LLAMA, outputs_of
+from eager_logits import outputs_of
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call
@@ -15,7 +15,7 @@ from liger_patch.deferred.tensor import DeferredLogits
 
 @pytest.fixture
 def patched_model() -> PreTrainedModel:
-    return apply_patch(tiny_model(LLAMA))
+    return apply_patch(tiny_model())
 
 
 @pytest.fixture

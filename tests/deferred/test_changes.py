@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from gloo_group import run
-from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from training_step import call
 
@@ -89,7 +89,7 @@ def test_logits_of_hidden_states_that_have_changed_are_an_error(patched_model: A
 def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None:
     results = []
     for patch in (False, True):
-        model = tiny_model(LLAMA)
+        model = tiny_model()
         if patch:
             apply_patch(model)
         logits = call(model, tiny_batch(model)).logits

@@ -10,8 +10,8 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Float64, Step, call, gradients, patched, widened
 
@@ -148,7 +148,7 @@ def test_a_term_of_the_logits_has_eagers_gradients(
 def test_logits_alone_can_be_differentiated() -> None:
     results = []
     for patch in (False, True):
-        model = tiny_model(LLAMA)
+        model = tiny_model()
         logits = call(apply_patch(model) if patch else model, tiny_batch(model)).logits
         upstream = TEACHER.float()
         inputs = [model.lm_head.weight, model.model.norm.weight]
@@ -209,7 +209,7 @@ def test_a_loss_of_logits_made_under_no_grad_needs_no_gradient(patched_model: An
 
 
 def test_a_frozen_model_has_no_gradient() -> None:
-    model = apply_patch(tiny_model(LLAMA)).requires_grad_(False)
+    model = apply_patch(tiny_model()).requires_grad_(False)
     outputs = call(model, tiny_batch(model))
     assert not outputs.loss.requires_grad
     assert not outputs.logits.requires_grad
@@ -230,7 +230,7 @@ def accumulated(model: Any) -> None:
 
 @pytest.mark.parametrize("backward", [scaled_and_retained, accumulated])
 def test_gradients_of_several_backward_passes_are_eagers(backward: Callable[[Any], None]) -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     results = []
     for patch in (False, True):
         if patch:
@@ -242,7 +242,7 @@ def test_gradients_of_several_backward_passes_are_eagers(backward: Callable[[Any
 
 
 def test_functional_call_uses_the_given_parameters() -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     batch = tiny_batch(model)
     parameters = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
     results = []

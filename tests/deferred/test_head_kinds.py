@@ -14,7 +14,7 @@ import pytest
 import torch
 from documents import check_section, table_of
 from exactness import assert_no_worse
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from training_step import call, gradients, joined
 from unusual_heads import float8, packed, sharded, two_layers, weight_norm
@@ -184,7 +184,7 @@ KINDS: dict[str, Kind] = {
 
 
 def build(kind: Kind, dtype: torch.dtype, patch: str) -> Any:
-    model = tiny_model(ROWS[kind.model_type], dtype=dtype).train()
+    model = tiny_model(kind.model_type, dtype=dtype).train()
     if patch == "before":
         apply_patch(model, layers=False)
     torch.manual_seed(1)

@@ -27,7 +27,7 @@ Head = nn.Module
 
 def model_with(change: Callable[[nn.Linear], Head | None]) -> PreTrainedModel:
     """A float64 model whose head was changed in place, or is what ``change`` returns."""
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     torch.manual_seed(1)
     changed = change(model.lm_head)
     if changed is not None:
@@ -168,7 +168,7 @@ HOW = [{}, {"prepend": True}, {"always_call": True}]
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_a_forward_hook_sees_logits_that_it_can_read_later(how: dict[str, bool]) -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     seen: list[Tensor] = []
 
     def hook(head: Head, args: tuple[Tensor], logits: Tensor) -> None:
@@ -190,7 +190,7 @@ def test_a_forward_hook_sees_logits_that_it_can_read_later(how: dict[str, bool])
 
 @pytest.mark.parametrize("with_kwargs", [False, True])
 def test_a_forward_pre_hook_changes_what_is_multiplied(with_kwargs: bool) -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     expected = call(model, tiny_batch(model)).logits
     calls: list[Tensor] = []
 
@@ -241,7 +241,7 @@ class TestBackwardHooks:
 
     @pytest.fixture
     def model(self) -> PreTrainedModel:
-        return widened(tiny_model(LLAMA))
+        return widened(tiny_model())
 
     def test_they_see_eagers_gradient_of_the_logits(
         self, model: PreTrainedModel, seen: list[Tensor]
@@ -264,7 +264,7 @@ class TestBackwardHooks:
 
 
 def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     seen: list[Tensor] = []
     model.model.norm.register_full_backward_hook(lambda m, into, out: seen.append(out[0].clone()))
     assert_fused(model)
@@ -276,7 +276,7 @@ def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
 def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
     results = []
     for patch in (False, True):
-        model = widened(tiny_model(LLAMA))
+        model = widened(tiny_model())
         calls: list[Any] = []
         model.register_full_backward_hook(lambda *gradients, calls=calls: calls.append(gradients))
         if patch:
@@ -290,7 +290,7 @@ def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
 
 
 def test_hooks_of_the_heads_weight_see_its_whole_gradient_once() -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     seen: list[Tensor] = []
     weight = model.lm_head.weight
     weight.register_hook(lambda gradient: seen.append(gradient.clone()))
@@ -308,7 +308,7 @@ def test_an_optimizer_that_steps_within_the_backward_pass_trains_as_eager() -> N
 
     results = []
     for patch in (False, True):
-        model = widened(tiny_model(LLAMA))
+        model = widened(tiny_model())
         if patch:
             apply_patch(model)
         for parameter in model.parameters():
@@ -389,7 +389,7 @@ def test_a_sum_that_keeps_float32_falls_back(cast: bool) -> None:
         logits = head.base(x) + adapter
         return logits.to(x.dtype) if cast else logits
 
-    model = tiny_model(LLAMA, dtype=torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     head = Adapted(how)
     head.weight = model.lm_head.weight
     model.lm_head = head

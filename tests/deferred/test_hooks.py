@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import LLAMA, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, patched, step, widened
 
@@ -50,7 +50,7 @@ def hooked_by_an_engine(logits: Tensor, seen: list[Tensor]) -> Any:
 def test_hooks_of_engines_wait_for_the_gradient_of_a_loss_of_ones_own() -> None:
     results = []
     for patch in (False, True):
-        model = tiny_model(LLAMA)
+        model = tiny_model()
         if patch:
             apply_patch(model)
         outputs, seen = call(model, tiny_batch(model)), []

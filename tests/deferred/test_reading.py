@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_logits import LLAMA, assert_same, outcome, outputs_of, unlike
+from eager_logits import assert_same, outcome, outputs_of, unlike
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
             outputs = self.model(input_ids=input_ids, labels=labels)
             return outputs.loss, outputs.logits
 
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     batch = tiny_batch(model)
     arguments = batch["input_ids"], batch["labels"]
     with warnings.catch_warnings():

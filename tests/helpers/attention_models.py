@@ -13,9 +13,7 @@ import plain_flash
 import pytest
 import torch
 import truths
-from exactness import assert_no_worse
 from torch import Tensor, nn
-from training_step import Step, joined
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -65,10 +63,7 @@ WINDOWS: dict[str, list[int | None]] = {  # of the two layers
     "llama": [None, None],
     "qwen2": [None, WINDOW],
 }
-WARNINGS = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated"),
-    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
-]
+WARNINGS = pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 
 
 def make_model(model_type: str, attention: str = "sdpa") -> Any:
@@ -107,6 +102,11 @@ def causal_mask(kept: Tensor) -> Tensor:
     """Return (B, 1, T, T) bool: a caller's own mask of tokens (B, T) that are no padding."""
     place = torch.arange(TOKENS)
     return kept.bool()[:, None, None] & (place <= place[:, None])
+
+
+@pytest.fixture(name="calls")
+def served_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch, served=True)
 
 
 class Calls:
@@ -184,11 +184,6 @@ def rows_of(model: nn.Module) -> list[torch.Size]:
     hook.__module__ = "torch.nn"  # a library's hook keeps no padding in the batch
     model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
     return shapes
-
-
-def assert_right(ours: Step, own: Step, truth: Step) -> None:
-    truth, own, ours = joined(truth, own, ours)
-    assert_no_worse(ours, own, truth, torch.float32)
 
 
 @contextmanager

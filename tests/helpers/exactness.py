@@ -42,3 +42,16 @@ def assert_no_worse(
             f"{name}: off by {off:.3g}, eager by {error(eager_value, expected):.3g}, "
             f"allowed {allowed:.3g}"
         )
+
+
+def assert_same_bits(
+    ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
+    """A gradient that is missing must be missing in both."""
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        found = ours[name]
+        if value is None or found is None:
+            assert found is value, name
+        else:
+            assert torch.equal(found, value), name

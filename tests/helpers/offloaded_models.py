@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from torch import Tensor, nn
+from training_step import with_checkpoints
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -20,7 +22,6 @@ from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 from liger_patch.readers.wrapped_model import transformers_model
 
-MARKS = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
 
 
@@ -37,14 +38,7 @@ def model_of(reentrant: bool | None = False, **options: Any) -> PreTrainedModel:
     defaults = {"attn_implementation": "eager", "attention_dropout": 0.5, **sizes}
     config = LlamaConfig(**(defaults | options))
     torch.manual_seed(0)
-    return checkpointing(LlamaForCausalLM(config).train(), reentrant)
-
-
-def checkpointing(model: Any, reentrant: bool | None) -> Any:
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    return model
+    return with_checkpoints(LlamaForCausalLM(config).train(), reentrant)
 
 
 def offloaded(model: Any, **options: Any) -> CheckpointOffload:
@@ -77,13 +71,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert len(found) > 1
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 def assert_as_without(
     run: Callable[[Any], Any], make: Callable[[], Any] = model_of
 ) -> CheckpointOffload:
@@ -96,6 +83,7 @@ def assert_as_without(
         offload = offloaded(model) if is_offloaded else None
         torch.manual_seed(0)
         results.append(run(model) or gradients(model))
+    assert len(results[0]) > 1
     assert_same_bits(results[1], results[0])
     assert offload is not None
     return offload

@@ -11,24 +11,10 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_configurations import (
-    AUDIO,
-    DEVIATIONS,
-    END_OF_WORDS,
-    FIRST_WORD,
-    IMAGE,
-    PAD,
-    SIZES,
-)
-from tiny_configurations import (
-    BOS as BOS,
-)
-from tiny_configurations import (
-    EOS as EOS,
-)
-from tiny_configurations import (
-    VOCAB_SIZE as VOCAB_SIZE,
-)
+from tiny_configurations import AUDIO, DEVIATIONS, END_OF_WORDS, FIRST_WORD, IMAGE, PAD, SIZES
+from tiny_configurations import BOS as BOS
+from tiny_configurations import EOS as EOS
+from tiny_configurations import VOCAB_SIZE as VOCAB_SIZE
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 
 from liger_patch.registry import Architecture, available
@@ -40,12 +26,13 @@ KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")  # fields with a
 
 
 def tiny_model(
-    row: Architecture, *, dtype: torch.dtype = torch.float32, seed: int = 0
+    row: Architecture | str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> PreTrainedModel:
-    """A random-weight model of `row` in training mode.
+    """A random-weight model of `row`, or of the row of this name, in training mode.
 
     The same seed gives the same weights, in any dtype but for rounding.
     """
+    row = ROWS[row] if isinstance(row, str) else row
     model_class = getattr(transformers, row.class_name)
     config = model_class.config_class(**_tiny_arguments(model_class.config_class))
     if row.model_type == "gemma3n":

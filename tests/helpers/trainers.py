@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_patch.deferred.tensor import DeferredLogits
-
 QUIET: dict[str, Any] = {  # on the CPU, with a log of each step, and no other output
     "logging_steps": 1,
     "save_strategy": "no",
@@ -39,13 +37,14 @@ def losses_and_norms(model: Any, folder: Path, batch: dict[str, Tensor], **optio
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that an operation returned."""
+    """The number of elements of the largest tensor in memory that an operation returned."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredLogits):
-                self.elements = max(self.elements, leaf.numel())
+            if type(leaf) is Tensor:  # a deferred one is of another class
+                size = leaf.untyped_storage().nbytes() // leaf.itemsize
+                self.elements = max(self.elements, size)
         return result

@@ -11,8 +11,10 @@ from unittest import mock
 
 import torch
 import transformers
+from exactness import assert_no_worse
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, revert_patch
@@ -121,9 +123,35 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> Step:
     return results
 
 
-def step(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Step:
-    """{"loss": ..., name of each parameter: its gradient} of one training step."""
-    loss = call(model, batch, **arguments).loss
+class Products(TorchDispatchMode):
+    """The number of matrix products, but for those with a dimension of size ``thin``."""
+
+    def __init__(self, thin: int | None = None) -> None:
+        super().__init__()
+        self.number, self.thin = 0, thin
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [each.shape for each in args if isinstance(each, Tensor)]
+        self.number += "mm" in str(func) and not any(self.thin in shape for shape in shapes)
+        return func(*args, **(kwargs or {}))
+
+
+def with_checkpoints(model: Any, reentrant: bool | None) -> Any:
+    """The model, with gradient checkpointing of this kind, or without for None."""
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    return model
+
+
+def step(
+    model: PreTrainedModel, batch: dict[str, Any], *, autocast: bool = False, **arguments: Any
+) -> Step:
+    """{"loss": ..., name of each parameter: its gradient} of one training step; with ``autocast``,
+    its forward pass is under autocast to bf16.
+    """
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        loss = call(model, batch, **arguments).loss
     return {"loss": loss.detach(), **gradients(model, loss)}
 
 
@@ -166,3 +194,17 @@ def joined(truth: Step, *others: Step) -> list[Step]:
                 parts.append((value.double() / (expected.abs().max().item() or 1.0)).flatten())
         results.append({"loss and gradients": torch.cat(parts)})
     return results
+
+
+def assert_same_step(ours: Step, truth: Step) -> None:
+    """Two steps in float64 differ by rounding alone."""
+    truth, ours = tell_apart(truth, ours)
+    assert_no_worse(ours, truth, truth, torch.float32)
+
+
+def assert_right(
+    ours: Step, eager: Step, truth: Step, dtype: torch.dtype = torch.float32, *, eps: int = 1
+) -> None:
+    """A step is no worse than eager's, all numbers together."""
+    truth, eager, ours = joined(truth, eager, ours)
+    assert_no_worse(ours, eager, truth, dtype, eps=eps)

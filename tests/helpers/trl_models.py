@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import ROWS, tiny_model
+from tiny_models import tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
 from trainers import QUIET
@@ -34,8 +34,7 @@ if find_spec("trl") is None:  # its trainers take seconds to import: not before 
 
 MARKS = [
     pytest.mark.filterwarnings(
-        # Transformers 5.23 has renamed what TRL and PEFT call.
-        "ignore:.gradient_checkpointing_(en|dis)able. is deprecated:FutureWarning",
+        # Transformers 5.23 has renamed what TRL passes.
         "ignore:.(compute_loss_func|label_smoothing_factor). is deprecated:FutureWarning",
     ),
 ]
@@ -63,10 +62,6 @@ def apply_trl_patch(model: Any, **options: Any) -> Any:
     return apply_trl_patch(model, **options)
 
 
-def make_model(model_type: str = "llama", **options: Any) -> PreTrainedModel:
-    return tiny_model(ROWS[model_type], **options)
-
-
 def with_head(
     model: PreTrainedModel, outputs: tuple[str, ...] = OUTPUTS, **options: Any
 ) -> PreTrainedModel:
@@ -82,7 +77,7 @@ def with_head(
 
 
 def with_head_changed(change: Callable[[Any], None]) -> PreTrainedModel:
-    model = make_model(dtype=torch.float32)
+    model = tiny_model(dtype=torch.float32)
     change(model.lm_head)
     return with_head(model, ("log_probs", "entropy", "is_top1"))
 
@@ -187,13 +182,6 @@ def assert_same(ours: Step, trls: Step) -> None:
         for each in (ours, trls)
     )
     assert_no_worse(ours, trls, trls, torch.float32)
-
-
-def assert_bitwise(ours: Step, trls: Step) -> None:
-    assert ours.keys() == trls.keys()
-    for name, value in trls.items():
-        same = ours[name] is value if value is None else torch.equal(ours[name], value)
-        assert same, name
 
 
 def assert_fused(model: nn.Module) -> None:

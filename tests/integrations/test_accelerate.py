@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import ROWS, Batch, tiny_batch, tiny_model
+from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import call, joined, step, widened
+from training_step import assert_right, call, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, revert_patch
@@ -19,11 +19,7 @@ from liger_patch.deferred.tensor import DeferredLogits
 
 accelerate = pytest.importorskip("accelerate")
 
-from accelerate.hooks import (  # noqa: E402
-    AlignDevicesHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -38,10 +34,6 @@ def no_accelerator_state() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def make_model(model_type: str = "llama") -> PreTrainedModel:
-    return tiny_model(ROWS[model_type])
-
-
 def patched_around(
     change: Callable[[PreTrainedModel], Any],
     when: str,
@@ -49,7 +41,7 @@ def patched_around(
     **options: Any,
 ) -> PreTrainedModel:
     """A model that is patched before or after `change`, or not ("")."""
-    model = make_model(model_type)
+    model = tiny_model(model_type)
     if when == "before":
         apply_patch(model, **options)
     change(model)
@@ -74,7 +66,7 @@ def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str, when: str) -> None:
-    batch = tiny_batch(make_model(model_type))
+    batch = tiny_batch(tiny_model(model_type))
     results = {}
     for patch in ("", when):
         model = patched_around(lambda m: prepare(m, mixed_precision), patch, model_type)
@@ -82,10 +74,12 @@ def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str,
     outputs = call(model, batch)
     assert outputs.loss.dtype == outputs.logits.dtype == torch.float32
     assert_deferred(model, outputs.logits)
-    truth = step(widened(make_model(model_type)), batch)
-    truth, eager, ours = joined(truth, results[""], results[when])
-    assert_no_worse(
-        ours, eager, truth, torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    truth = step(widened(tiny_model(model_type)), batch)
+    assert_right(
+        results[when],
+        results[""],
+        truth,
+        torch.bfloat16 if mixed_precision == "bf16" else torch.float32,
     )
 
 
@@ -93,7 +87,7 @@ def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str,
 def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
     gathered = {}
     for patch in ("", when):
-        model = make_model("gemma2")
+        model = tiny_model("gemma2")
         if patch == "before":
             apply_patch(model, layers=False)
         accelerator = prepare(model)
@@ -124,7 +118,7 @@ def test_an_unwrapped_model_stays_patched(when: str, keep_fp32_wrapper: bool) ->
     accelerators: list[accelerate.Accelerator] = []
     model = patched_around(prepare_and_unwrap, when)
     batch = tiny_batch(model)
-    prepared, unprepared = model(**batch).loss, apply_patch(make_model())(**batch).loss
+    prepared, unprepared = model(**batch).loss, apply_patch(tiny_model())(**batch).loss
     assert prepared != unprepared
     unwrapped = accelerators[0].unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
     assert unwrapped is model
@@ -145,10 +139,10 @@ def hook_every_module(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("when", WHEN)
 def test_hooks_come_and_go(when: str) -> None:
-    eager_class = type(make_model())
+    eager_class = type(tiny_model())
     model = patched_around(hook_every_module, when)
     batch = tiny_batch(model)
-    expected = apply_patch(make_model())(**batch).loss
+    expected = apply_patch(tiny_model())(**batch).loss
     for change in (revert_patch, apply_patch):
         change(model)
         assert isinstance(model(**batch).logits, DeferredLogits) is (change is apply_patch)
@@ -192,7 +186,7 @@ def gradients_that_exist(model: nn.Module, loss: Tensor) -> dict[str, Tensor | N
 def test_a_dispatched_model_is_fused_and_trains_as_eager(
     place: str, model_type: str, when: str, tmp_path: Path
 ) -> None:
-    batch: Batch = tiny_batch(make_model(model_type))
+    batch: Batch = tiny_batch(tiny_model(model_type))
     results = {}
     for patch in ("", when):
         model = patched_around(lambda m: PLACES[place](m, tmp_path), patch, model_type)
@@ -205,7 +199,7 @@ def test_a_dispatched_model_is_fused_and_trains_as_eager(
             eager_logits = outputs.logits
     assert_deferred(model, outputs.logits)
     assert torch.equal(outputs.logits, eager_logits)
-    truth = step(widened(make_model(model_type)), batch)
+    truth = step(widened(tiny_model(model_type)), batch)
     # a weight that is offloaded has no gradient, patched or not
     truth = {name: None if value is None else truth[name] for name, value in results[""].items()}
     assert_no_worse(results[when], results[""], truth, torch.float32)
@@ -225,7 +219,7 @@ def assert_trains_as_eager(
     place: Callable[[PreTrainedModel], Any], when: str, batch: Any, **options: Any
 ) -> PreTrainedModel:
     """Return the patched model, of which the parameters' gradients are where they are."""
-    truth, results = step(widened(make_model()), tiny_batch(make_model())), {}
+    truth, results = step(widened(tiny_model()), tiny_batch(tiny_model())), {}
     for patch in ("", when):
         model = patched_around(place, patch, **options)
         results[patch] = step(model, batch)
@@ -236,8 +230,7 @@ def assert_trains_as_eager(
         {name: value.cpu() for name, value in result.items()}
         for result in (truth, results[""], results[when])
     )
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_right(ours, eager, truth)
     return model
 
 
@@ -254,7 +247,7 @@ def test_a_head_on_a_device_of_its_own_is_fused_and_trains_as_eager(
         add_hook_to_module(model, AlignDevicesHook(body, io_same_device=True))
         add_hook_to_module(model.lm_head, AlignDevicesHook(head))
 
-    batch = {name: value.to(body) for name, value in tiny_batch(make_model()).items()}
+    batch = {name: value.to(body) for name, value in tiny_batch(tiny_model()).items()}
     # with its own logits, bit for bit
     model = assert_trains_as_eager(place, when, batch, layers=False)
     outputs = model(**batch)
@@ -269,4 +262,4 @@ def test_a_model_that_device_map_spreads_is_fused_and_trains_as_eager() -> None:
     devices = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
     devices |= {"model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     place: Any = lambda model: accelerate.dispatch_model(model, devices)  # noqa: E731
-    assert_trains_as_eager(place, "after", tiny_batch(make_model()))
+    assert_trains_as_eager(place, "after", tiny_batch(tiny_model()))

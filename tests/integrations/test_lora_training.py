@@ -22,10 +22,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 pytestmark = [
     pytest.mark.usefixtures("imported_objects_are_not_collected"),
-    pytest.mark.filterwarnings(
-        "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",
-        "ignore:torch.cpu.amp.autocast:FutureWarning",
-    ),
+    pytest.mark.filterwarnings("ignore:torch.cpu.amp.autocast:FutureWarning"),
 ]
 STEPS = 5
 

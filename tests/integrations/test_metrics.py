@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
 from liger_patch import apply_patch
@@ -42,7 +42,7 @@ def evaluate(folder: Path, model: PreTrainedModel, **how: Any) -> dict[str, floa
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite"])  # plain, capped, scaled
 @pytest.mark.parametrize("bf16", [False, True])
 def test_metrics_are_eagers(model_type: str, bf16: bool, reads: list[Any], tmp_path: Path) -> None:
-    model = tiny_model(ROWS[model_type])
+    model = tiny_model(model_type)
     expected = evaluate(tmp_path, model, bf16=bf16)
     found = evaluate(tmp_path, apply_patch(model, layers=False), bf16=bf16)
     assert not reads
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_the_models_budget_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(tiny_model(ROWS["llama"]), chunk_mib=3)
+    model = apply_patch(tiny_model(), chunk_mib=3)
     batch, given = tiny_batch(model), []
 
     def noting(*args: Any, chunk_mib: float | None, **how: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from documents import ROOT, configuration
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
 from liger_patch import apply_patch, patch_status
@@ -25,24 +25,20 @@ from liger_patch.patch.forward import record_of
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from liger_patch.integrations.transformers import LigerPatchCallback
 
 
-def make_model() -> PreTrainedModel:
-    return tiny_model(ROWS["llama"])
-
-
 def make_trainer(folder: Path, model: Any = None, **how: Any) -> Trainer:
-    batch = tiny_batch(make_model(), batch=4)
+    batch = tiny_batch(tiny_model(), batch=4)
     samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(4)]
     arguments = TrainingArguments(str(folder), max_steps=1, **QUIET)
     return Trainer(model=model, args=arguments, train_dataset=samples, **how)
 
 
 def test_a_callback_patches_before_training(tmp_path: Path) -> None:
-    model = make_model()
+    model = tiny_model()
     callback = LigerPatchCallback(layers=False, chunk_mib=3.0)
     trainer = make_trainer(tmp_path, model, callbacks=[callback])
     assert patch_status(model).patched
@@ -54,18 +50,20 @@ def test_a_callback_patches_before_training(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, make_model())
+    trainer = make_trainer(tmp_path, tiny_model())
     trainer.add_callback(LigerPatchCallback())
     with pytest.raises(RuntimeError, match="a model that is not patched, too late to"):
         trainer.train()
 
 
 def test_a_model_that_is_made_anew_is_an_error(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model_init=make_model, callbacks=[LigerPatchCallback()])
+    trainer = make_trainer(
+        tmp_path, model_init=lambda: tiny_model(), callbacks=[LigerPatchCallback()]
+    )
     with pytest.raises(RuntimeError, match="call apply_patch within model_init"):
         trainer.train()
     trainer = make_trainer(
-        tmp_path, model_init=lambda: apply_patch(make_model()), callbacks=[LigerPatchCallback()]
+        tmp_path, model_init=lambda: apply_patch(tiny_model()), callbacks=[LigerPatchCallback()]
     )
     trainer.train()
     assert patch_status(trainer.model).fused
@@ -110,7 +108,7 @@ def test_axolotl_patches_the_model_that_it_has_loaded(axolotl: Any) -> None:
     module, _, name = plugin.get_input_args().rpartition(".")
     make_arguments = getattr(importlib.import_module(module), name)
     for options, patched in [({}, False), ({"liger_patch": True}, True)]:
-        model = make_model()
+        model = tiny_model()
         plugin.post_model_load(make_arguments(**options), model)
         assert patch_status(model).patched == patched
     options = {"liger_patch": True, "liger_patch_layers": ["rms_norm"], "liger_patch_chunk_mib": 2}
@@ -141,7 +139,7 @@ def test_axolotl_takes_the_configuration(example: bool, axolotl: Any) -> None:
         given = {name: all_keys[name] for name in names if name in all_keys}
     assert given.pop("plugins") == [f"{axolotl.__name__}.LigerPatchPlugin"]
     assert given.keys() <= axolotl.LigerPatchArgs.model_fields.keys()
-    model = make_model()
+    model = tiny_model()
     axolotl.LigerPatchPlugin().post_model_load(axolotl.LigerPatchArgs(**given), model)
     assert patch_status(model).patched
 
@@ -197,7 +195,7 @@ def test_swifts_callback(load: Callable[..., Any], tmp_path: Path) -> None:
     given = of_example("swift")[1]
     assert given["external_plugins"] == "plugin.py"
     make_callback = sys.modules["swift.callbacks"].callbacks_map[given["callbacks"]]
-    model = make_model()
+    model = tiny_model()
     trainer = make_trainer(tmp_path, model, callbacks=[make_callback(None, None)])
     trainer.train()
     assert patch_status(model).fused
@@ -208,7 +206,7 @@ def test_swifts_accuracy_reads_no_logits(load: Callable[..., Any], reads: list[A
     make_callback = sys.modules["swift.callbacks"].callbacks_map["liger_patch"]
     found: list[Any] = []
     trainer = SimpleNamespace(
-        model=make_model(),
+        model=tiny_model(),
         template=SimpleNamespace(sequence_parallel_size=1),
         _compute_acc=lambda outputs, labels, cu_seqlens: found.append(
             outputs.logits.argmax(dim=-1)

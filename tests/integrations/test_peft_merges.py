@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from training_step import call
 
 from liger_patch import apply_patch, patch_status
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_first_read_after_a_merge_are_an_error(target: str, dtype: torch.dtype) -> None:
     """A merge writes through ``weight.data``, to the head's own weight or to one tied to it."""
-    base: Any = tiny_model(ROWS["llama"], dtype=dtype)
+    base: Any = tiny_model(dtype=dtype)
     if target == "embed_tokens":
         base.config.tie_word_embeddings = True
         base.tie_weights()
@@ -48,7 +48,7 @@ def test_logits_first_read_after_a_merge_are_an_error(target: str, dtype: torch.
 
 
 def test_adapters_that_peft_unmerges_when_the_head_is_called_are_fused() -> None:
-    base: Any = tiny_model(ROWS["llama"])
+    base: Any = tiny_model()
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     model = apply_patch(peft.get_peft_model(base, config))
     batch = tiny_batch(base)

@@ -7,13 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer_runs import (
-    LENGTH,
-    assert_fused,
-    assert_same_training,
-    eager_and_patched,
-    make_trainer,
-)
+from trainer_runs import LENGTH, assert_fused, assert_same_training, eager_and_patched, make_trainer
 from trainers import LargestTensor
 
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")

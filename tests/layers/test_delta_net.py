@@ -21,7 +21,7 @@ from layer_checks import check
 from packed_samples import Sample, make_samples, positions_only, truth_of
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
-from training_step import Step, joined, patched, step, widened
+from training_step import Step, assert_right, patched, step, widened
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, revert_patch
@@ -56,12 +56,11 @@ def layers_of(model: PreTrainedModel) -> list[Any]:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_step_is_no_worse_than_eagers(
     model_type: str, checkpoints: bool, calls: list[str]
 ) -> None:
-    model = tiny_model(ROWS[model_type])
+    model = tiny_model(model_type)
     batch = tiny_batch(model, length=70)
     wide = widened(model)
     truth, eager = step(wide, batch, **NO_CACHE), step(model, batch, **NO_CACHE)
@@ -74,13 +73,12 @@ def test_a_step_is_no_worse_than_eagers(
         assert f"{number} delta_net" in str(patch_status(model))
         ours = step(model, batch, **NO_CACHE)
     assert calls == ["causal_conv", "gated_delta_rule"] * number * (1 + checkpoints)
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_right(ours, eager, truth)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_cache_keeps_the_layers_own_functions(model_type: str, calls: list[str]) -> None:
-    model = tiny_model(ROWS[model_type]).eval()
+    model = tiny_model(model_type).eval()
     ids = tiny_batch(model)["input_ids"]
     how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, **how)
@@ -98,7 +96,7 @@ def test_a_cache_keeps_the_layers_own_functions(model_type: str, calls: list[str
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_copy_runs_with_weights_of_its_own(model_type: str, calls: list[str]) -> None:
-    model = apply_patch(tiny_model(ROWS[model_type]), layers=["delta_net"])
+    model = apply_patch(tiny_model(model_type), layers=["delta_net"])
     layer = layers_of(model)[0]
     other, x = copy.deepcopy(layer), torch.randn(1, 5, layer.hidden_size)
     with torch.no_grad():
@@ -111,7 +109,7 @@ def test_a_copy_runs_with_weights_of_its_own(model_type: str, calls: list[str]) 
 
 @pytest.mark.parametrize("names", [["seq_idx", "cu_seq_lens_q"], ["seq_idx"]])
 def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> None:
-    model = apply_patch(tiny_model(ROWS["qwen3_5_text"]).double(), layers=["delta_net"])
+    model = apply_patch(tiny_model("qwen3_5_text").double(), layers=["delta_net"])
     layer = layers_of(model)[0]
     lengths = [70, 1, 3, 30]
     packing = {
@@ -180,7 +178,7 @@ def library_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_functions_of_libraries_stay(library_calls: list[int]) -> None:
-    model = tiny_model(ROWS["qwen3_5_text"])
+    model = tiny_model("qwen3_5_text")
     with pytest.raises(ValueError, match="has no delta_net layer"):
         apply_patch(model, layers=["delta_net"])
     apply_patch(model)
@@ -213,7 +211,7 @@ def test_a_library_that_cannot_train_here_is_replaced(
     monkeypatch.setitem(sys.modules, "fla.utils", types.SimpleNamespace(**fla))
     monkeypatch.setattr("triton.__version__", triton)
     monkeypatch.setattr(delta_net, "is_hopper", lambda device: hopper)
-    model = tiny_model(ROWS["qwen3_5_text"])
+    model = tiny_model("qwen3_5_text")
     number, batch = len(layers_of(model)), tiny_batch(model, length=70)
     wide = widened(model)
     truth, eager = step(wide, batch, **NO_CACHE), step(model, batch, **NO_CACHE)
@@ -223,7 +221,7 @@ def test_a_library_that_cannot_train_here_is_replaced(
     apply_patch(model, layers=["delta_net"] if replaced else False)
     ours = step(model, batch, **NO_CACHE)
     assert len(library_calls) == (0 if replaced else number)
-    assert_no_worse(*joined(ours, eager, truth), torch.float32)
+    assert_right(ours, eager, truth)
     model(input_ids=batch["input_ids"], use_cache=True)
     assert library_calls
 
@@ -244,7 +242,7 @@ def test_a_function_that_is_replaced_after_the_patch_runs(
 ) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
-    model = apply_patch(tiny_model(ROWS["qwen3_5_text"]), layers=["delta_net"])
+    model = apply_patch(tiny_model("qwen3_5_text"), layers=["delta_net"])
     own, called = modeling.torch_chunk_gated_delta_rule, []
     monkeypatch.setattr(
         modeling, own.__name__, lambda *args, **options: called.append(1) or own(*args, **options)
@@ -260,7 +258,7 @@ def test_200_steps_of_packed_rows_have_the_losses_of_their_sequences(
     has_adapters: bool, calls: list[str]
 ) -> None:
     """A larger learning rate lets eager's own roundings grow in each step."""
-    model: Any = tiny_model(ROWS["qwen3_5_text"])
+    model: Any = tiny_model("qwen3_5_text")
     model.config.use_cache = False
     if has_adapters:
         peft = pytest.importorskip("peft")

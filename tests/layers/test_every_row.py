@@ -10,7 +10,7 @@ from exactness import assert_no_worse
 from rows import every_row, is_known_well
 from rows import model_type as row_name
 from slow_cases import slow_but
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, gradients, joined, patched, step, widened
 
@@ -44,7 +44,7 @@ def test_every_class_with_a_rule_is_looked_at() -> None:
 @pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "autocast"]))
 def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) -> None:
     """On three batches: the largest error of a tiny model is luck to some degree."""
-    model = tiny_model(ROWS[model_type])
+    model = tiny_model(model_type)
     if kind == "weights":
         model.bfloat16()
     wide = widened(model)

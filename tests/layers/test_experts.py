@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse
+from exactness import assert_no_worse, assert_same_bits
 from lora_models import (
     BOTH,
     MARKS,
@@ -27,7 +27,14 @@ from lora_models import (
 from rows import every_row, model_type
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import call, gradients, joined, router_arguments, step, tell_apart
+from training_step import (
+    assert_right,
+    assert_same_step,
+    call,
+    router_arguments,
+    step,
+    with_checkpoints,
+)
 
 from liger_patch import apply_patch, patch_status, registry
 from liger_patch.kernels import chunk_sizes
@@ -48,14 +55,18 @@ MIXTURES = [row for row in registry.available() if "experts" in row.kinds.split(
 
 
 class Runs:
-    """The calls of the operator: which of its weights have adapters beside them."""
+    """The calls of the operator: which of its weights have adapters beside them, and the tokens of
+    a slice.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._found: list[tuple[bool, bool]] = []
+        self.slices: list[int | None] = []
         run = experts.run_experts
 
         def recorded(*arguments: Any) -> Tensor:
             self._found.append((arguments[3].a is not None, arguments[4].a is not None))
+            self.slices.extend(arguments[7:])  # a probe gives none
             return run(*arguments)
 
         monkeypatch.setattr(experts, "run_experts", recorded)
@@ -91,7 +102,7 @@ def test_adapters_of_the_mixture_of_gemma_4(runs: Runs) -> None:
     """Most of its models have none, so its row promises none."""
     if "gemma4_text" not in ROWS:
         pytest.skip("not in this Transformers")
-    model: Any = tiny_model(ROWS["gemma4_text"])
+    model: Any = tiny_model("gemma4_text")
     config = copy.deepcopy(model.config)
     config.enable_moe_block, config.num_experts, config.top_k_experts = True, 4, 2
     config.moe_intermediate_size = 24
@@ -103,10 +114,10 @@ def test_adapters_of_the_mixture_of_gemma_4(runs: Runs) -> None:
 def test_experts_of_another_form_keep_their_own_code(kind: str) -> None:
     if kind not in ROWS:
         pytest.skip("not in this Transformers")
-    model = apply_patch(tiny_model(ROWS[kind]))
+    model = apply_patch(tiny_model(kind))
     assert count_layers(model)["experts"] == 0
     with pytest.raises(ValueError, match="no experts layer"):
-        apply_patch(tiny_model(ROWS[kind]), layers=["experts"])
+        apply_patch(tiny_model(kind), layers=["experts"])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -140,19 +151,14 @@ def test_options_of_an_adapter(options: dict[str, Any], kind: str, runs: Runs) -
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 def test_every_precision_is_no_worse_than_eager(way: str, kind: str, runs: Runs) -> None:
     dtype, wide_adapters, autocast = WAYS[way]
-    base = tiny_model(ROWS[kind], dtype=dtype)
+    base = tiny_model(kind, dtype=dtype)
     eager_model = with_adapters(base, wide_adapters=wide_adapters)
     batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
     model = apply_patch(copy.deepcopy(eager_model))
     eager, ours = (training_step(m, batch, autocast=autocast) for m in (eager_model, model))
-    for name, value in eager.items():
-        got = ours[name]
-        assert value is not None
-        assert got is not None
-        assert (got.dtype, got.shape) == (value.dtype, value.shape), name
+    assert ours["loss"].dtype == eager["loss"].dtype
     assert runs.of_step(model, batch) == [(True, True)] * 2
-    truth, eager, ours = joined(training_step(wide, batch), eager, ours)
-    assert_no_worse(ours, eager, truth, dtype if not autocast else torch.bfloat16)
+    assert_right(ours, eager, training_step(wide, batch), dtype if not autocast else torch.bfloat16)
 
 
 def second(model: Any) -> None:
@@ -259,7 +265,7 @@ def test_the_status_names_experts_of_another_implementation(runs: Runs) -> None:
 
 @pytest.mark.parametrize("layers", [True, ["experts"], ["lora", "experts"], ["lora"]], ids=str)
 def test_adapters_that_come_after_the_patch(layers: Any, runs: Runs) -> None:
-    base = tiny_model(ROWS[QWEN]).double()
+    base = tiny_model(QWEN).double()
     eager = with_adapters(copy.deepcopy(base))
     model = with_adapters(apply_patch(base, layers=layers))
     batch = batch_of(eager)
@@ -284,50 +290,36 @@ def test_a_name_for_itself(runs: Runs) -> None:
 @pytest.mark.parametrize("way", ["float32", "autocast"])
 def test_checkpoints_give_the_same_bits(way: str, reentrant: bool, runs: Runs) -> None:
     dtype, wide_adapters, autocast = WAYS[way]
-    model = with_adapters(tiny_model(ROWS[QWEN], dtype=dtype), wide_adapters=wide_adapters)
+    model = with_adapters(tiny_model(QWEN, dtype=dtype), wide_adapters=wide_adapters)
     apply_patch(model)
     batch = batch_of(model)
     expected = training_step(model, batch, autocast=autocast)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ours = training_step(model, batch, autocast=autocast)
-    for name, value in expected.items():
-        assert value is not None
-        assert torch.equal(value, ours[name]), name  # type: ignore[arg-type]
+    with_checkpoints(model, reentrant)
+    assert_same_bits(training_step(model, batch, autocast=autocast), expected)
     assert len(runs.of_step(model, batch)) == 4  # each layer twice
 
 
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The tokens of a slice of each call of the operator; every row is a long one."""
+def slices(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> list[int | None]:
+    """Those of each call of the operator; every row is a long one."""
     if checks.TOP_HOOKS is None:
         pytest.skip("torch 2.6 does not tell its hooks")
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 16384)
-    found: list[int | None] = []
-    run = experts.run_experts
-
-    def recorded(*arguments: Any) -> Tensor:
-        found.extend(arguments[7:])  # a probe gives none
-        return run(*arguments)
-
-    monkeypatch.setattr(experts, "run_experts", recorded)
-    return found
+    return runs.slices
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [QWEN, GPT])
 def test_long_rows_in_slices(kind: str, reentrant: bool, slices: list[int | None]) -> None:
     """Routers choose the same experts: the loss of both is that of eager."""
-    base = tiny_model(ROWS[kind])
+    base = tiny_model(kind)
     eager_model = with_adapters(base)
     batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
     model = apply_patch(copy.deepcopy(eager_model))
     eager, truth = (training_step(each, batch) for each in (eager_model, wide))
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    truth, eager, ours = joined(truth, eager, training_step(model, batch))
-    assert_no_worse(ours, eager, truth, torch.float32)
+    with_checkpoints(model, reentrant)
+    assert_right(training_step(model, batch), eager, truth)
     assert len(slices) == 4
     tokens = batch["input_ids"].numel()
     assert all(each is not None and each < tokens for each in slices)
@@ -340,12 +332,11 @@ def test_long_rows_without_checkpoints_run_at_once(slices: list[int | None]) -> 
 
 
 def test_full_training_of_long_rows_in_slices(slices: list[int | None]) -> None:
-    eager_model = tiny_model(ROWS[QWEN])
+    eager_model = tiny_model(QWEN)
     model, batch = apply_patch(copy.deepcopy(eager_model)), tiny_batch(eager_model)
     wide = copy.deepcopy(eager_model).double()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    truth, eager, ours = joined(step(wide, batch), step(eager_model, batch), step(model, batch))
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_right(step(model, batch), step(eager_model, batch), step(wide, batch))
     assert None not in slices
 
 
@@ -361,19 +352,15 @@ def test_routers_and_their_loss(trained: str, kind: str) -> None:
             is_router = ".router." in name or ".gate." in name
             is_wanted = trained == "all" or (trained == "router" and is_router)
             parameter.requires_grad_("lora_" in name or is_wanted)
-        loss = call(each.train(), batch).loss
-        steps.append({"loss": loss.detach(), **gradients(each, loss)})
-    truth, ours = tell_apart(*steps)
-    assert_no_worse(ours, truth, truth, torch.float32)
+        steps.append(step(each.train(), batch))
+    assert_same_step(*reversed(steps))
 
 
 @pytest.mark.parametrize("kind", [QWEN, GPT])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_experts_that_train_themselves(autocast: bool, kind: str, runs: Runs) -> None:
-    eager_model = tiny_model(ROWS[kind])
+    eager_model = tiny_model(kind)
     model, batch = apply_patch(copy.deepcopy(eager_model)), tiny_batch(eager_model)
     wide = copy.deepcopy(eager_model).double()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        eager, ours = (step(each, batch) for each in (eager_model, model))
-    truth, eager, ours = joined(step(wide, batch), eager, ours)
-    assert_no_worse(ours, eager, truth, torch.bfloat16 if autocast else torch.float32)
+    eager, ours = (step(each, batch, autocast=autocast) for each in (eager_model, model))
+    assert_right(ours, eager, step(wide, batch), torch.bfloat16 if autocast else torch.float32)

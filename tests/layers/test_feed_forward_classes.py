@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -21,16 +21,12 @@ from liger_patch.layers.replace import count_layers
 HIDDEN, SIZE = 24, 40
 
 
-def make_model(model_type: str = "llama") -> Any:
-    return tiny_model(ROWS[model_type])
-
-
 ACTIVATIONS = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "quick_gelu", "relu"]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_that_have_a_kernel(activation: str) -> None:
-    model = make_model()
+    model = tiny_model()
     for layer in model.model.layers:
         layer.mlp.act_fn = ACT2FN[activation]
     batch = tiny_batch(model)
@@ -45,7 +41,7 @@ def test_activations_that_have_a_kernel(activation: str) -> None:
 
 
 def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(make_model(), layers=True)
+    model = apply_patch(tiny_model(), layers=True)
     activation, calls = type(model.model.layers[0].mlp.act_fn), []
     monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
     model(**tiny_batch(model))
@@ -55,7 +51,7 @@ def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
 def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
-    model, calls = make_model(model_type), []
+    model, calls = tiny_model(model_type), []
     if when == "after":
         apply_patch(model, layers=True)
     activation = getattr(model.model.layers[0].mlp, name)
@@ -87,7 +83,7 @@ def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
         parameters.is_gathered = not parameters.is_gathered
 
     hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    model, batch = make_model(model_type), tiny_batch(make_model(model_type))
+    model, batch = tiny_model(model_type), tiny_batch(tiny_model(model_type))
     truth = model(**batch).loss
     layers = [m for m in apply_patch(model).modules() if "gated" in layers_of(m)]
     for module in (each for layer in layers for each in layer.modules()):
@@ -117,7 +113,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     if hooked:  # of all modules: then the layers that are replaced take the model's own way
         hooks = nn.modules.module._global_forward_hooks
         monkeypatch.setitem(hooks, -1, lambda *_: None)
-    model = make_model()
+    model = tiny_model()
     layer = type(model.model.layers[0].mlp)
     monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
     monkeypatch.setattr(layer, "forward", forward)
@@ -135,13 +131,13 @@ def test_a_layer_that_computes_something_else_is_left_alone(
 
 
 def test_a_layer_whose_activation_is_configured_otherwise_is_probed_for_itself() -> None:
-    model = make_model("gemma2")
+    model = tiny_model("gemma2")
     model.model.layers[1].mlp.act_fn.act = nn.functional.relu
     assert count_layers(apply_patch(model, layers=True))["gated"] == 1
 
 
 def test_a_sparse_gate_is_left_to_the_model() -> None:
-    model = make_model("gemma3n_text")
+    model = tiny_model("gemma3n_text")
     model.model.layers[0].mlp.activation_sparsity = 0.95
     with torch.device("meta"):  # the others are tried on the CPU
         apply_patch(model, layers=True)
@@ -149,7 +145,7 @@ def test_a_sparse_gate_is_left_to_the_model() -> None:
 
 
 def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:
-    model, calls = make_model(), []
+    model, calls = tiny_model(), []
     layer = model.model.layers[0].mlp
     for module in (layer, *layer.children()):
         module.register_forward_hook(lambda *_: calls.append(1))
@@ -171,7 +167,7 @@ def test_an_activation_of_another_class_is_left_alone() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    model = make_model()
+    model = tiny_model()
     model.model.layers[0].mlp.act_fn = SiLU()
     batch = tiny_batch(model)
     truth = model(**batch).loss

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from lora_models import (
     ALL,
     LAYER,
     MARKS,
     QWEN,
-    ROWS,
     Calls,
     adapted,
     assert_same,
@@ -50,8 +50,8 @@ pytestmark = MARKS
     ids=str,
 )
 def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls: Calls) -> None:
-    model = adapted(base=apply_patch(tiny_model(ROWS["llama"]).double(), layers=layers))
-    eager = adapted(base=tiny_model(ROWS["llama"]).double())
+    model = adapted(base=apply_patch(tiny_model().double(), layers=layers))
+    eager = adapted(base=tiny_model().double())
     batch = batch_of(eager)
     assert ("14 lora" in str(patch_status(model))) == on_kernels  # also before the next call
     assert on_kernels or "lora" not in str(patch_status(model))
@@ -69,7 +69,7 @@ def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls
 def test_a_forward_of_peft_that_somebody_wraps_runs(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = adapted(base=tiny_model(ROWS["llama"]).double())
+    model = adapted(base=tiny_model().double())
     eager, cls = copy.deepcopy(model), peft.tuners.lora.Linear
     own, batch = cls.forward, batch_of(model)
     twice = functools.wraps(own)(lambda *args, **options: 2 * own(*args, **options))
@@ -120,7 +120,7 @@ def test_copies_are_on_kernels(how: str, kind: str) -> None:
 @of_both_kinds
 def test_saved_adapters_are_eagers(kind: str, tmp_path: Path) -> None:
     eager, model, batch = KINDS[kind]()
-    base = tiny_model(ROWS["llama" if kind == "lora" else QWEN]).double()
+    base = tiny_model("llama" if kind == "lora" else QWEN).double()
     training_step(model, batch)
     assert list(model.state_dict()) == list(eager.state_dict())
     assert [n for n, _ in model.named_modules()] == [n for n, _ in eager.named_modules()]
@@ -147,7 +147,7 @@ def test_everything_is_taken_back_and_a_model_beside_it_left_alone(kind: str) ->
     revert_patch(model)
     assert {name: type(m) for name, m in model.named_modules()} == classes
     truth, ours = training_step(eager, batch), training_step(model, batch)
-    assert all(torch.equal(value, ours[name]) for name, value in truth.items())  # type: ignore[arg-type]
+    assert_same_bits(ours, truth)
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")

@@ -20,16 +20,15 @@ from attention_models import (
     WARNINGS,
     WINDOWS,
     Calls,
-    assert_right,
     causal_mask,
     make_batch,
     make_model,
     seen_masks,
 )
-from exactness import assert_no_worse
+from attention_models import served_calls as served_calls
 from slow_cases import pairwise, slow_but
 from torch import Tensor
-from training_step import Step, call, gradients, joined, step, widened
+from training_step import assert_right, call, gradients, step, widened, with_checkpoints
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
@@ -39,11 +38,6 @@ from liger_patch.layers.masked_attention import DeferredMask
 from liger_patch.layers.replace import count_layers
 
 pytestmark = WARNINGS
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch, served=True)
 
 
 KINDS = ["plain", "ones", "packed", "padded", "padded left", "little padded", "little padded left"]
@@ -67,9 +61,7 @@ def test_a_step_is_the_models_own(
     """
     model, batch = make_model(model_type), make_batch(kind)
     truth = step(widened(model), batch)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
+    with_checkpoints(model, checkpointing)
     calls.own.clear()
     own = step(model, batch)
     assert any(calls.own) == (kind not in ("plain", "ones") or any(WINDOWS[model_type]))
@@ -134,9 +126,7 @@ def test_a_mask_of_two_calls_is_the_same_when_a_layer_runs_again(
     batch["attention_mask"] = mask
     truth, own = step(widened(model), batch), step(model, batch)
     reference_model = apply_patch(copy.deepcopy(model), layers=["attention"])
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    apply_patch(model, layers=["attention"])
+    apply_patch(with_checkpoints(model, reentrant), layers=["attention"])
     loss = call(model, batch).loss
     with torch.no_grad():
         reference_model(batch["input_ids"], attention_mask=mask)
@@ -325,9 +315,7 @@ def test_a_model_that_reads_its_mask_trains_as_before(
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["reentrant", "not"])
 def test_positions_may_change_before_the_backward_pass(checkpointing: bool, calls: Calls) -> None:
     """Layers keep what their mask says."""
-    model = make_model("mistral").double()
-    model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    model.enable_input_require_grads()
+    model = with_checkpoints(make_model("mistral").double(), checkpointing)
 
     def changed_step() -> dict[str, Tensor]:
         batch = make_batch("packed")
@@ -382,18 +370,11 @@ def test_a_step_on_a_gpu_is_no_worse(
     model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def in_autocast() -> Step:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = call(model, batch).loss
-        return {"loss": loss.detach(), **gradients(model, loss)}
-
-    eager = in_autocast()
+    eager = step(model, batch, autocast=True)
     found = Calls(monkeypatch, served=False)
     apply_patch(model, layers=["attention"])
-    ours = in_autocast()
+    ours = step(model, batch, autocast=True)
     masked = [each for each in WINDOWS[model_type] if each is not None or kind in ENDS]
     assert len(found.flash) == len(masked) * (1 + checkpointing)
     assert not any(found.own)
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.bfloat16)
+    assert_right(ours, eager, truth, torch.bfloat16)

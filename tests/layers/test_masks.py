@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from attention_models import SIZES, WARNINGS, Calls, make_batch, make_model, seen_masks
+from attention_models import served_calls as served_calls
 from tiny_models import tiny_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from training_step import step
+from trainers import LargestTensor
+from training_step import step, with_checkpoints
 from transformers import LlamaConfig, masking_utils
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral import modeling_mistral
@@ -34,27 +34,6 @@ DYNAMO_WARNING = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
 )
 TOKENS = 512
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch, served=True)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers of the largest tensor that an operation returns."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [
-            each.untyped_storage().nbytes() // each.itemsize
-            for each in tree_leaves(result)
-            if isinstance(each, Tensor) and not isinstance(each, DeferredMask)
-        ]
-        self.numbers = max(self.numbers, *sizes, 0)
-        return result
 
 
 def long_batch(kind: str) -> dict[str, Tensor]:
@@ -103,23 +82,21 @@ def test_no_tensor_of_a_mask_is_made(
         return served(*states).transpose(1, 2)
 
     model, batch = apply_patch(make_model(model_type), layers=["attention"]), long_batch(kind)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
+    with_checkpoints(model, checkpointing)
     # PyTorch's own make such tensors on a CPU
     monkeypatch.setattr(masked_attention, "segment_attention", served)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(masked_attention, "SDPA", sdpa)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         model(**batch).loss.backward()
     assert calls.made == 0
     assert given == [None] * len(given)
-    assert 0 < largest.numbers < TOKENS * TOKENS
+    assert 0 < largest.elements < TOKENS * TOKENS
     if checkpointing is None:
         monkeypatch.setattr(masks, "may_serve_flash_attention", lambda *_: False)
-        with Largest() as largest, torch.no_grad():
+        with LargestTensor() as largest, torch.no_grad():
             model(**batch)
-        assert largest.numbers >= TOKENS * TOKENS
+        assert largest.elements >= TOKENS * TOKENS
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from tiny_models import tiny_batch
 from torch import Tensor
 from torch.utils import checkpoint
+from training_step import with_checkpoints
 
 from liger_patch import apply_patch
 from liger_patch.kernels import rms_norm
 from liger_patch.layers import checks, long_rows, lora
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
-    pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"),
-]
+pytestmark = pytest.mark.skipif(
+    checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +58,13 @@ def test_projections_of_a_norm_keep_its_input(
         monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
         kept = Kept(monkeypatch)
         model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with_checkpoints(model, reentrant)
         batch = tiny_batch(model.get_base_model())
         results.append(lora_models.training_step(model, batch, autocast=True))
         # queries, keys and values of two layers, once more in the backward pass
         expected = (2 if reentrant else 4, 2) if least == 0 else (0, 0)
         assert (kept.noted, kept.norms) == expected
-    for name, value in results[0].items():
-        assert torch.equal(results[1][name], value), name
+    assert_same_bits(*results)
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layer_checks import as_of
-from tiny_models import ROWS, tiny_model
+from tiny_models import tiny_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -21,13 +21,9 @@ from liger_patch.layers.replace import count_layers
 LLAMA_NORM_FORWARD = LlamaRMSNorm.forward
 
 
-def make_model(model_type: str = "llama") -> Any:
-    return tiny_model(ROWS[model_type])
-
-
 @pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.device("meta")])
 def test_models_without_numbers_get_kernels(mode: Callable[[], Any]) -> None:
-    model = make_model()
+    model = tiny_model()
     with mode():
         empty = type(model)(model.config)
         counts = count_layers(apply_patch(empty, layers=True))
@@ -72,7 +68,7 @@ def test_a_norm_that_computes_something_else_is_left_alone(
     forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another version of Transformers might."""
-    model = make_model()
+    model = tiny_model()
     original = type(model.model.norm)
     monkeypatch.setattr(forward, "__module__", original.forward.__module__)
     monkeypatch.setattr(original, "forward", forward)
@@ -91,7 +87,7 @@ def test_a_norm_of_another_configuration_is_probed_for_itself(
         return LLAMA_NORM_FORWARD(self, x) * getattr(self, "scale", 1.0)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", as_of(LlamaRMSNorm.__module__, scaled))
-    model = make_model()
+    model = tiny_model()
     model.model.layers[0].input_layernorm.scale = 1.0
     model.model.layers[1].input_layernorm.scale = 2.0
     assert count_layers(apply_patch(model, layers=True))["rms_norm"] == 4
@@ -100,7 +96,7 @@ def test_a_norm_of_another_configuration_is_probed_for_itself(
 
 def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
     """As FSDP holds it, without use_orig_params."""
-    model = make_model()
+    model = tiny_model()
     last = model.model.norm
     weight = last.weight.detach()
     del last.weight
@@ -110,7 +106,7 @@ def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
 
 
 def test_norms_without_a_weight_are_replaced_too() -> None:
-    model = make_model("gemma3n_text")
+    model = tiny_model("gemma3n_text")
     norms = [m for m in model.modules() if type(m).__name__ == "Gemma3nRMSNorm"]
     assert not all(m.with_scale for m in norms)
     counts = count_layers(apply_patch(model, layers=True))

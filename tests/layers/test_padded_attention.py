@@ -15,12 +15,12 @@ from attention_models import (
     WARNINGS,
     WINDOW,
     Calls,
-    assert_right,
     causal_mask,
     make_batch,
     make_model,
 )
-from training_step import step, widened
+from attention_models import served_calls as served_calls
+from training_step import assert_right, step, widened
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -36,11 +36,6 @@ from liger_patch import apply_patch
 from liger_patch.patch.forward import record_of
 
 pytestmark = WARNINGS
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch, served=True)
 
 
 def test_padding_of_zeros_gives_finite_gradients(calls: Calls) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from attention_models import SIZES, WARNINGS, Calls, make_model, rows_of
-from exactness import assert_no_worse
+from attention_models import served_calls as served_calls
 from rows import every_row
 from rows import model_type as row_name
 from slow_cases import pairwise
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import call, gradients, in_float64, joined, step, widened
+from training_step import assert_right, call, in_float64, step, widened, with_checkpoints
 
 from liger_patch import apply_patch, registry
 from liger_patch.layers import masked_attention, unpadded
@@ -64,11 +64,6 @@ def make_batch(
     return {name: torch.stack(values) for name, values in found.items()}
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch, served=True)
-
-
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "all_used", "left"),
     pairwise(BATCHES, [None, True, False], [False, True], [False, True]),
@@ -80,9 +75,7 @@ def test_a_step_is_exact_in_float64(
     batch = make_batch(rows, left=left, all_used=all_used)
     model = widened(make_model("llama"))
     own = step(model, batch)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
+    with_checkpoints(model, checkpointing)
     assert own["model.embed_tokens.weight"] is not None
     shapes = rows_of(model)
     apply_patch(model, layers=["attention"])
@@ -112,19 +105,12 @@ def test_equal_rows_share_all_but_one_token(calls: Calls) -> None:
 def test_autocast_to_16_bits_is_no_worse(model_type: str, calls: Calls) -> None:
     model, batch = make_model(model_type), make_batch([("aaa", 4), ("aaa", 9), ("bbbb", 5)] * 2)
     batch["input_ids"][3:] = batch["input_ids"][:3]  # six rows share two prompts
-
-    def on_16_bits() -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch).loss
-        return {"loss": loss.detach(), **gradients(model, loss)}
-
-    truth, own = step(widened(model), batch), on_16_bits()
+    truth, own = step(widened(model), batch), step(model, batch, autocast=True)
     model.config.sliding_window = SIZES["vocab_size"]
     shapes = rows_of(model)
     apply_patch(model, layers=["attention"])
-    truth, own, ours = joined(truth, own, on_16_bits())
+    assert_right(step(model, batch, autocast=True), own, truth, torch.bfloat16)
     assert shapes[0][1] < int(batch["attention_mask"].sum())
-    assert_no_worse(ours, own, truth, torch.bfloat16)
 
 
 def _windows(model: Any) -> None:

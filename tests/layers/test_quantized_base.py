@@ -20,11 +20,7 @@ from liger_patch import apply_patch, patch_status, quantize_base, revert_patch
 from liger_patch.kernels import fp8
 from liger_patch.layers.quantized_base import Fp8Linear
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated"),
-    pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning")
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,

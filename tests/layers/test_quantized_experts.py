@@ -29,8 +29,7 @@ from liger_patch import apply_patch, patch_status, quantize_experts, revert_patc
 
 NO_ADAPTERS = "the experts of Qwen3MoeForCausalLM take no adapters from now on"
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.gradient_checkpointing_enable. is deprecated",
-    "ignore:quantize_experts. the experts of .* take no adapters",
+    "ignore:quantize_experts. the experts of .* take no adapters"
 )
 NAMES = "gate_up_proj", "down_proj"
 HOW: dict[str, dict[str, Any]] = {

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exactness import assert_no_worse
 from packed_samples import (
     flattened_for_kernels,
     make_samples,
@@ -31,7 +30,16 @@ from rows import model_type
 from slow_cases import slow_but
 from tiny_models import ROWS, tiny_model
 from torch import Tensor, nn
-from training_step import Float64, call, gradients, joined, patched, step, widened
+from training_step import (
+    Float64,
+    assert_right,
+    call,
+    gradients,
+    patched,
+    step,
+    widened,
+    with_checkpoints,
+)
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import recurrent
@@ -51,7 +59,7 @@ LENGTHS = (9, 4, 13, 6)
 
 
 def has_recurrent(name: str) -> bool:
-    model = apply_patch(tiny_model(ROWS[name]))
+    model = apply_patch(tiny_model(name))
     return any("recurrent" in layers_of(module) for module in model.modules())
 
 
@@ -62,7 +70,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def make_model(name: str = DELTA) -> Any:
-    model = widened(tiny_model(ROWS[name]))
+    model = widened(tiny_model(name))
     model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
 
@@ -150,7 +158,6 @@ def test_padding_between_sequences_is_left_out(name: str, lengths: list[list[int
     assert not ours[~kept].any()
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", [DELTA, MAMBA])
 def test_checkpoints_are_computed_again_with_the_same_sequences(name: str, reentrant: bool) -> None:
@@ -159,14 +166,11 @@ def test_checkpoints_are_computed_again_with_the_same_sequences(name: str, reent
     truth = truth_of(model, samples)
     low: Any = copy.deepcopy(model).float()
     eager = truth_of(low, samples)
-    low.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    low.enable_input_require_grads()
-    with patched(low):
+    with patched(with_checkpoints(low, reentrant)):
         loss = call(low, positions_only(samples)).loss
         call(low, positions_only(samples[::-1]))
         ours = {"loss": loss.detach(), **gradients(low, loss)}
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_right(ours, eager, truth)
 
 
 @pytest.mark.parametrize("name", [DELTA, MAMBA])
@@ -177,8 +181,7 @@ def test_half_precision_is_no_worse_than_separate_sequences(name: str) -> None:
     eager = truth_of(low, samples)
     with patched(low):
         ours = step(low, positions_only(samples))
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.bfloat16)
+    assert_right(ours, eager, truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", [DELTA, MAMBA, "qwen3_5_moe"])
@@ -269,7 +272,7 @@ def test_a_cache_of_packed_rows_is_an_error() -> None:
 @pytest.mark.parametrize("name", [DELTA, MAMBA])
 def test_generation_is_eagers(name: str) -> None:
     """Also with left padding, whose positions do not rise."""
-    model = tiny_model(ROWS[name]).eval()
+    model = tiny_model(name).eval()
     batch = padded(make_samples(9, 4), "left")
     del batch["labels"]
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from training_step import step
@@ -23,10 +23,6 @@ from transformers import PreTrainedModel
 from liger_patch import apply_patch, patch_status, registry, revert_patch
 from liger_patch.layers import attention, masked_attention, mlp, norm, replace
 from liger_patch.layers.replace import count_layers
-
-
-def make_model(model_type: str = "llama") -> PreTrainedModel:
-    return tiny_model(ROWS[model_type])
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, Any]:
@@ -38,7 +34,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, Any]:
     "names", [["rms_norm"], ["rotary"], ["attention"], ["gated"], ["gated", "rotary"], []]
 )
 def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
-    model = apply_patch(make_model(), layers=names)
+    model = apply_patch(tiny_model(), layers=names)
     assert {name for name, count in count_layers(model).items() if count} == set(names)
     assert "layers" in str(patch_status(model))
     for name, count in count_layers(model).items():
@@ -62,11 +58,11 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
 )
 def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> None:
     with pytest.raises(ValueError, match=r"layers must be .*rms_norm.*rotary.*gated.*got"):
-        apply_patch(make_model(), layers=layers)
+        apply_patch(tiny_model(), layers=layers)
 
 
 def test_an_architecture_without_kernels_for_its_layers_says_so() -> None:
-    model = make_model("gpt_neo")
+    model = tiny_model("gpt_neo")
     for name in ("rms_norm", "attention"):
         with pytest.raises(ValueError, match=f"GPTNeoForCausalLM has no {name} layer"):
             apply_patch(model, layers=[name, "lora"])
@@ -86,14 +82,14 @@ def test_a_warning_names_the_kinds_that_transformers_has_taken_away(monkeypatch:
     if registry.missing():
         pytest.skip("on an older Transformers nothing is promised")
     with pytest.warns(UserWarning, match=message) as caught:
-        model = apply_patch(make_model())
+        model = apply_patch(tiny_model())
     assert len(caught) == 1
     assert count_layers(model)["rms_norm"] > 0
-    apply_patch(make_model(), layers=["rms_norm", "gated"])  # without a warning
+    apply_patch(tiny_model(), layers=["rms_norm", "gated"])  # without a warning
 
 
 def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
-    model = make_model("mixtral")
+    model = tiny_model("mixtral")
     with pytest.raises(ValueError, match=r"MixtralForCausalLM has no gated layer"):
         apply_patch(model, layers=["gated", "rms_norm"])
     assert not any(count_layers(model).values())
@@ -102,7 +98,7 @@ def test_a_layer_that_the_model_lacks_is_an_error_that_names_it() -> None:
 
 def test_layers_that_are_all_hooked_are_left_alone() -> None:
     accelerate_hooks = pytest.importorskip("accelerate.hooks")
-    model = make_model()
+    model = tiny_model()
     for module in model.modules():
         accelerate_hooks.add_hook_to_module(module, accelerate_hooks.ModelHook())
     with pytest.raises(ValueError, match="has no gated and no rms_norm and no rotary layer"):
@@ -113,8 +109,8 @@ def test_layers_that_are_all_hooked_are_left_alone() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "qwen3_next", "t5gemma"])
 def test_units_of_fsdp2_are_replaced_as_the_classes_within(model_type: str) -> None:
     """``fully_shard`` makes a class for each unit: of the last norm too, in Transformers' plan."""
-    expected = count_layers(apply_patch(make_model(model_type)))
-    model = make_model(model_type)
+    expected = count_layers(apply_patch(tiny_model(model_type)))
+    model = tiny_model(model_type)
     for module in model.modules():
         if replace._layers(module):
             cls = type(module)
@@ -129,7 +125,7 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     """Liger-Kernel and Unsloth replace functions of Transformers for all models of a kind."""
     from transformers.models.llama import modeling_llama as llama
 
-    model, batch = make_model(), tiny_batch(make_model())
+    model, batch = tiny_model(), tiny_batch(tiny_model())
     norm, gate = llama.LlamaRMSNorm.forward, llama.LlamaMLP.forward
     monkeypatch.setattr(llama.LlamaRMSNorm, "forward", lambda self, x: 2 * norm(self, x))
     monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 2 * gate(self, x))
@@ -158,7 +154,7 @@ def test_a_subclass_with_the_same_name_is_left_alone(method: str) -> None:
         return getattr(gemma3.Gemma3RMSNorm, method)(self, x) * self.log_scale.exp()
 
     setattr(Gemma3RMSNorm, method, scaled)
-    model = make_model()
+    model = tiny_model()
     model.model.norm = Gemma3RMSNorm(model.config.hidden_size)
     apply_patch(model, layers=True)
     assert type(model.model.norm) is Gemma3RMSNorm
@@ -169,7 +165,7 @@ def test_a_subclass_with_the_same_name_is_left_alone(method: str) -> None:
 
 def test_layers_of_transformers_with_more_parameters_are_left_alone() -> None:
     """A version to come may add one that begins as zero, which a probe cannot see."""
-    model = make_model()
+    model = tiny_model()
     model.model.norm.register_parameter("log_scale", torch.nn.Parameter(torch.zeros(())))
     model.model.layers[0].mlp.register_parameter("shift", torch.nn.Parameter(torch.zeros(())))
     counts = count_layers(apply_patch(model, layers=True))
@@ -181,7 +177,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
     way_back: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
-    model, calls = make_model(), []
+    model, calls = tiny_model(), []
     apply_patch(model, layers=True)
     for module in model.model.modules():
         hooks.add_hook_to_module(module, hooks.ModelHook())
@@ -206,7 +202,7 @@ def test_hooks_of_accelerate_since_the_patch_hold_no_kernel(
 
 @pytest.mark.parametrize("chosen", [["gated"], ["gated", "rms_norm"]])
 def test_a_failed_choice_of_layers_leaves_the_model_as_it_was(chosen: list[str]) -> None:
-    model = apply_patch(make_model("mixtral"), layers=True)
+    model = apply_patch(tiny_model("mixtral"), layers=True)
     counts = count_layers(model)
     with pytest.raises(ValueError, match="no gated layer"):
         apply_patch(model, layers=chosen)
@@ -216,7 +212,7 @@ def test_a_failed_choice_of_layers_leaves_the_model_as_it_was(chosen: list[str])
 @pytest.mark.parametrize("hooked", ["all", "one layer"])
 def test_layers_that_hooks_hold_since_stay_on_kernels(hooked: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
-    model = apply_patch(make_model(), layers=True)
+    model = apply_patch(tiny_model(), layers=True)
     counts, batch = count_layers(model), tiny_batch(model)
     expected = model(**batch).loss
     for module in (model.model if hooked == "all" else model.model.layers[0]).modules():
@@ -231,7 +227,7 @@ def test_layers_that_hooks_hold_since_stay_on_kernels(hooked: str) -> None:
 def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, calls = make_model(), []
+    model, calls = tiny_model(), []
     own = type(model.model.norm).forward
 
     @functools.wraps(own)
@@ -251,7 +247,7 @@ def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
 def test_a_forward_that_is_replaced_since_runs(
     kind: str, layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, eager = apply_patch(make_model(), layers=layers), make_model()
+    model, eager = apply_patch(tiny_model(), layers=layers), tiny_model()
     batch, before = tiny_batch(model), layers_of(model)
     cls: Any = getattr(transformers.models.llama.modeling_llama, f"Llama{kind}")
     own, calls = cls.forward, []
@@ -276,7 +272,7 @@ def test_a_forward_that_is_replaced_since_runs(
 
 
 def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
-    model = apply_patch(make_model(), layers=True)
+    model = apply_patch(tiny_model(), layers=True)
     counts, norm = count_layers(model), model.model.norm
     norm.__class__ = type("Sharded", (type(norm),), {})
     for change in (revert_patch, apply_patch):
@@ -288,14 +284,14 @@ def test_a_layer_of_another_class_since_is_not_reverted_silently() -> None:
 
 @pytest.mark.parametrize("way", ["copy", "pickle"])
 def test_a_copy_has_layers_of_its_own(way: str) -> None:
-    model = apply_patch(make_model(), layers=True)
+    model = apply_patch(tiny_model(), layers=True)
     batch = tiny_batch(model)
     other = copy.deepcopy(model) if way == "copy" else pickle.loads(pickle.dumps(model))
     counts = count_layers(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
-    fresh = make_model()
+    fresh = tiny_model()
     fresh.load_state_dict(other.state_dict())
     revert_patch(model)
     assert count_layers(other) == counts
@@ -321,7 +317,7 @@ def test_a_copy_has_layers_of_its_own(way: str) -> None:
 def test_all_layers_of_a_model_are_replaced(
     model_type: str, norms: int, rotary: int, attentions: int, gated: int
 ) -> None:
-    model = apply_patch(make_model(model_type), layers=True)
+    model = apply_patch(tiny_model(model_type), layers=True)
     experts = 2 if model_type == "mixtral" else 0
     if model_type == "qwen2_5_vl" and Version(transformers.__version__) < Version("5.17"):
         rotary = 1  # of images: that of text takes sections of positions there

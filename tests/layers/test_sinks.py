@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 from attention_models import WARNINGS, make_batch
-from exactness import assert_no_worse
-from training_step import Step, call, gradients, joined, step, widened
+from training_step import assert_right, step, widened
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from liger_patch import apply_patch, patch_status
@@ -68,20 +67,13 @@ def test_a_step_on_a_gpu_is_no_worse(
     model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def in_autocast() -> Step:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = call(model, batch).loss
-        return {"loss": loss.detach(), **gradients(model, loss)}
-
-    eager = in_autocast()
+    eager = step(model, batch, autocast=True)
     calls: list[Any] = []
     own = masked_attention.sink_attention
     monkeypatch.setattr(
         masked_attention, "sink_attention", lambda *each: (calls.append(each), own(*each))[1]
     )
     apply_patch(model, layers=["attention"])
-    ours = in_autocast()
+    ours = step(model, batch, autocast=True)
     assert len(calls) == 2 * (1 + checkpointing)
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.bfloat16)
+    assert_right(ours, eager, truth, torch.bfloat16)

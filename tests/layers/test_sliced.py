@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse
-from tiny_models import ROWS, tiny_batch, tiny_model
+from exactness import assert_no_worse, assert_same_bits
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from training_step import call, joined, step, widened
+from training_step import assert_right, call, step, widened, with_checkpoints
 
 from liger_patch import apply_patch
 from liger_patch.kernels import chunk_sizes, gated_mlp
@@ -27,10 +28,9 @@ from liger_patch.layers import checks, long_rows
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
-    pytest.mark.skipif(checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"),
-]
+pytestmark = pytest.mark.skipif(
+    checks.TOP_HOOKS is None, reason="torch 2.6 does not tell its hooks"
+)
 # Llama 4 adds in place to what its shared expert returns
 FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_text"]
 
@@ -54,65 +54,31 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def checkpointed(model: Any, reentrant: bool = False) -> Any:
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model.train()
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *itertools.product(FAMILIES, [{}, {"reentrant": True}]),
+    *itertools.product(["llama", "gemma2"], [{"dtype": torch.bfloat16}]),
+    ("llama", {"autocast": True}),
+    ("llama", {"autocast": True, "dtype": torch.bfloat16}),
+    *(("llama", {"frozen": name}) for name in ("gate_proj", "down_proj", "mlp", "layers.0")),
+]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_models_train_as_eager(model_type: str, reentrant: bool, runs: list[int]) -> None:
-    wide = widened(tiny_model(ROWS[model_type]))
-    eager = checkpointed(tiny_model(ROWS[model_type]), reentrant)
-    model, batch = apply_patch(copy.deepcopy(eager)), tiny_batch(eager, length=33)
-    truth, plain, ours = joined(step(wide, batch), step(eager, batch), step(model, batch))
-    assert_no_worse(ours, plain, truth, torch.float32)
+@pytest.mark.parametrize(("model_type", "how"), CASES, ids=str)
+def test_models_train_as_eager(model_type: str, how: dict[str, Any], runs: list[int]) -> None:
+    dtype, autocast = how.get("dtype", torch.float32), "autocast" in how
+    eager = tiny_model(model_type, dtype=dtype)
+    for name, parameter in eager.named_parameters():
+        parameter.requires_grad_(how.get("frozen", "nothing") not in name)
+    wide, batch = widened(eager), tiny_batch(eager, length=33)
+    with_checkpoints(eager, "reentrant" in how)
+    model = apply_patch(copy.deepcopy(eager))
+    found, expected = (step(each, batch, autocast=autocast) for each in (model, eager))
+    assert found["loss"].dtype == expected["loss"].dtype
+    low = torch.bfloat16 if autocast else dtype
+    assert_right(found, expected, step(wide, batch), low)
     assert all(slices > 1 for slices in runs)
-    again = reentrant or model_type.startswith(("gemma", "glm4"))  # a norm behind keeps y
+    again = "reentrant" in how or model_type.startswith(("gemma", "glm4"))  # a norm behind keeps y
     assert len(runs) == (4 if again else 2)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_bfloat16_is_no_worse_than_eager(model_type: str, runs: list[int]) -> None:
-    wide = widened(tiny_model(ROWS[model_type], dtype=torch.bfloat16))
-    eager = checkpointed(tiny_model(ROWS[model_type], dtype=torch.bfloat16))
-    model, batch = apply_patch(copy.deepcopy(eager)), tiny_batch(eager, length=33)
-    truth, plain, ours = joined(step(wide, batch), step(eager, batch), step(model, batch))
-    assert runs
-    assert_no_worse(ours, plain, truth, torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(dtype: torch.dtype, runs: list[int]) -> None:
-    eager = checkpointed(tiny_model(ROWS["llama"], dtype=dtype))
-    wide = widened(tiny_model(ROWS["llama"], dtype=dtype))
-    model, batch = apply_patch(copy.deepcopy(eager)), tiny_batch(eager, length=33)
-    results = []
-    for each in (eager, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = each(**batch).loss
-        loss.backward()
-        found = {name: p.grad for name, p in each.named_parameters()}
-        results.append({"loss": loss.detach(), **found})
-    for name, value in results[0].items():
-        assert (value is None) == (results[1][name] is None)
-        if value is not None:
-            assert value.dtype == results[1][name].dtype, name
-    assert runs
-    truth, plain, ours = joined(step(wide, batch), *results)
-    assert_no_worse(ours, plain, truth, torch.bfloat16)
-
-
-@pytest.mark.parametrize("frozen", ["gate_proj", "down_proj", "mlp", "layers.0"])
-def test_frozen_weights_get_no_gradient(frozen: str, runs: list[int]) -> None:
-    eager, wide = tiny_model(ROWS["llama"]), widened(tiny_model(ROWS["llama"]))
-    for each in (eager, wide):
-        for name, parameter in each.named_parameters():
-            parameter.requires_grad_(frozen not in name)
-    model, batch = apply_patch(checkpointed(copy.deepcopy(eager))), tiny_batch(eager, length=33)
-    truth, plain, ours = joined(step(wide, batch), step(eager, batch), step(model, batch))
-    assert runs
-    assert_no_worse(ours, plain, truth, torch.float32)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -126,25 +92,28 @@ def test_adapters_train_as_at_once(way: str, reentrant: bool, runs: list[int]) -
     wide, at_once = copy.deepcopy(eager).double(), apply_patch(copy.deepcopy(eager))
     model = apply_patch(copy.deepcopy(eager))
     for each in (eager, model):
-        each.enable_input_require_grads()
-        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with_checkpoints(each, reentrant)
     how = {"autocast": way == "autocast"}
     ours = lora_models.training_step(model, batch, **how)
     expected = lora_models.training_step(at_once, batch, **how)
     if dropout:  # whose masks are tensors here
         assert not runs
-        assert all(torch.equal(ours[name], value) for name, value in expected.items())
+        assert_same_bits(ours, expected)
         return
     assert len(runs) == (4 if reentrant else 2)
     plain = lora_models.training_step(eager, batch, **how)
-    truth, plain, ours = joined(lora_models.training_step(wide, batch), plain, ours)
-    assert_no_worse(ours, plain, truth, torch.bfloat16 if how["autocast"] else dtype)
+    assert_right(
+        ours,
+        plain,
+        lora_models.training_step(wide, batch),
+        torch.bfloat16 if how["autocast"] else dtype,
+    )
 
 
 def test_checkpointing_computes_as_much_as_eager() -> None:
     counts = []
     for layers in (False, True):
-        model = apply_patch(checkpointed(tiny_model(ROWS["llama"])), layers=layers)
+        model = apply_patch(with_checkpoints(tiny_model(), False), layers=layers)
         with FlopCounterMode(display=False) as counted:
             model(**tiny_batch(model)).loss.backward()
         counts.append(counted.get_total_flops())
@@ -157,20 +126,18 @@ def test_offloaded_checkpoints(runs: list[int]) -> None:
     found = []
     for offload in (None, CheckpointOffload(("cpu",), min_bytes=1)):
         runs.clear()
-        model = checkpointed(tiny_model(ROWS["llama"]))
+        model = with_checkpoints(tiny_model(), False)
         apply_patch(model, checkpoint_offload=True)
         record = record_of(model)
         assert record is not None
         record.offload = offload
         found.append(step(model, tiny_batch(model)))
         assert len(runs) == 2
-    plain, offloaded = found
-    for name, value in plain.items():
-        assert value is None or torch.equal(offloaded[name], value)
+    assert_same_bits(*found)
 
 
 def test_evaluation_of_long_rows(runs: list[int]) -> None:
-    model = tiny_model(ROWS["llama"]).eval()
+    model = tiny_model().eval()
     batch = tiny_batch(model)
     with torch.no_grad():
         truth = call(widened(model), batch).loss
@@ -192,13 +159,13 @@ def selective(model: Any) -> Any:
 def hooked(model: Any) -> Any:
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
-    return checkpointed(model)
+    return with_checkpoints(model, False)
 
 
 def biased(model: Any) -> Any:
     for layer in model.model.layers:
         layer.mlp.up_proj.bias = nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
-    return checkpointed(model)
+    return with_checkpoints(model, False)
 
 
 AT_ONCE: dict[str, Callable[[Any], Any]] = {
@@ -211,21 +178,21 @@ AT_ONCE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", AT_ONCE.values(), ids=AT_ONCE)
 def test_what_runs_at_once(change: Callable[[Any], Any], runs: list[int]) -> None:
-    model = apply_patch(change(tiny_model(ROWS["llama"]).train()))
+    model = apply_patch(change(tiny_model().train()))
     model(**tiny_batch(model)).loss.backward()
     assert not runs
 
 
 def test_other_hooks_of_saved_tensors_run_at_once(runs: list[int]) -> None:
     """What they hold is not computed again."""
-    model = apply_patch(tiny_model(ROWS["llama"]).train())
+    model = apply_patch(tiny_model().train())
     with save_on_cpu():
         model(**tiny_batch(model)).loss.backward()
     assert not runs
 
 
 def test_short_rows_run_at_once(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(checkpointed(tiny_model(ROWS["llama"])))
+    model = apply_patch(with_checkpoints(tiny_model(), False))
     batch = tiny_batch(model)
     size = model.config.intermediate_size
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 4 * size * batch["input_ids"].numel())
@@ -235,7 +202,7 @@ def test_short_rows_run_at_once(runs: list[int], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_layer_runs_at_once(runs: list[int]) -> None:
-    model = apply_patch(tiny_model(ROWS["llama"])).double()
+    model = apply_patch(tiny_model()).double()
     layer, x = model.model.layers[0].mlp, torch.randn(2, 9, model.config.hidden_size).double()
     with torch.no_grad():
         expected = layer(x)
@@ -268,49 +235,41 @@ def compiled_elsewhere() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("slices", [True, False])
+@pytest.mark.parametrize("kind", ["slices", "at once", "adapters"])
 def test_a_thread_that_compiles_changes_nothing(
-    slices: bool, when: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, when: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a layer is when it is computed again must be what it was."""
-    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0 if slices else 2**40)
-    layer = apply_patch(tiny_model(ROWS["llama"])).model.layers[0]
-    x = torch.randn(2, 9, layer.mlp.gate_proj.in_features, requires_grad=True)
-    results = []
-    for others in ("", when):
-        with compiled_elsewhere() if others == "forward" else nullcontext():
-            y = checkpoint.checkpoint(
-                lambda x: layer.mlp(layer.input_layernorm(x)), x, use_reentrant=False
-            )
-        with compiled_elsewhere() if others == "backward" else nullcontext():
-            results += torch.autograd.grad(y.sum(), [x, *layer.mlp.parameters()])
-        assert len(runs) == (len(results) // 4 if slices else 0)
-    pairs = zip(results[:4], results[4:], strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
-
-
-@pytest.mark.usefixtures("nothing_is_compiled", "runs")
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_thread_that_compiles_changes_no_adapters(when: str) -> None:
-    lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
-    inner = apply_patch(lora_models.adapted()).get_base_model().model
-    layer, x = inner.layers[0], torch.randn(2, 9, inner.config.hidden_size)
+    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 2**40 if kind == "at once" else 0)
+    if kind == "adapters":
+        lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
+        inner = apply_patch(lora_models.adapted()).get_base_model().model
+    else:
+        inner = apply_patch(tiny_model()).model
+    layer, x = inner.layers[0], torch.randn(2, 9, inner.config.hidden_size, requires_grad=True)
     tables = inner.rotary_emb(x, torch.arange(9)[None])
-    adapters = [each for each in layer.parameters() if each.requires_grad]
+
+    def function(x: Tensor) -> Tensor:
+        if kind == "adapters":
+            return layer(x, position_embeddings=tables)
+        return layer.mlp(layer.input_layernorm(x))
+
+    part = layer if kind == "adapters" else layer.mlp
+    wanted = [x, *(each for each in part.parameters() if each.requires_grad)]
     results = []
     for others in ("", when):
+        runs.clear()
         with compiled_elsewhere() if others == "forward" else nullcontext():
-            y = checkpoint.checkpoint(
-                lambda x: layer(x, position_embeddings=tables), x, use_reentrant=False
-            )
+            y = checkpoint.checkpoint(function, x, use_reentrant=False)
         with compiled_elsewhere() if others == "backward" else nullcontext():
-            results.append(torch.autograd.grad(y.square().sum(), adapters))
+            results.append(torch.autograd.grad(y.square().sum(), wanted))
+        assert len(runs) == (kind != "at once")
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """No length is compared with that of a long row."""
-    layer = apply_patch(tiny_model(ROWS["llama"])).double().model.layers[0]
+    layer = apply_patch(tiny_model()).double().model.layers[0]
     size, hidden_size = layer.mlp.gate_proj.weight.shape
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 8 * size * 20)
     monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 8 * hidden_size * 20)

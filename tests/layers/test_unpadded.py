@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import (
-    CONFIGS,
-    SIZES,
-    WARNINGS,
-    Calls,
-    assert_right,
-    make_model,
-    rows_of,
-)
+from attention_models import CONFIGS, SIZES, WARNINGS, Calls, make_model, rows_of
+from attention_models import served_calls as served_calls
 from rows import every_row
 from rows import model_type as row_name
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
-from training_step import in_float64, step, widened
+from training_step import assert_right, in_float64, step, widened, with_checkpoints
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -33,11 +26,6 @@ from liger_patch.layers.replace import count_layers
 pytestmark = WARNINGS
 # of a row: from, to. The second begins behind the place where the first ends; the last is empty
 LENGTHS = [(0, 9), (9, 31), (0, 40), (39, 40), (20, 20)]
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch, served=True)
 
 
 def make_batch(lengths: list[tuple[int, int]] = LENGTHS, tokens: int = 40) -> dict[str, Tensor]:
@@ -60,9 +48,7 @@ def test_a_step_is_the_models_own(
 ) -> None:
     model, batch = make_model(model_type), make_batch()
     truth = step(widened(model), batch)
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        model.enable_input_require_grads()
+    with_checkpoints(model, checkpointing)
     own = step(model, batch)
     shapes = rows_of(model)
     apply_patch(model, layers=["attention"])
@@ -79,7 +65,7 @@ def test_recurrent_layers_get_the_sequences_of_the_row(model_type: str, calls: C
     """Padding on the left is left out too."""
     if model_type not in ROWS:
         pytest.skip("not in this version of Transformers")
-    model = widened(tiny_model(ROWS[model_type]))
+    model = widened(tiny_model(model_type))
     model.config.use_cache = False
     tokens = tiny_batch(model)["input_ids"].shape[1]
     batch = make_batch([(0, 3), (2, tokens), (1, tokens - 2)], tokens)

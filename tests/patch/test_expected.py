@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LLAMA, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 
 from liger_patch import apply_patch, patch_status
@@ -31,7 +31,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make_models() -> tuple[Any, Any]:
     """A patched model and an unpatched one."""
-    return apply_patch(tiny_model(LLAMA), layers=False), tiny_model(LLAMA)
+    return apply_patch(tiny_model(), layers=False), tiny_model()
 
 
 def results(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:

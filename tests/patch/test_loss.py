@@ -12,8 +12,8 @@ import torch
 import transformers
 from exactness import assert_no_worse
 from slow_cases import pairwise, slow_but
-from tiny_models import LLAMA, tiny_batch, tiny_model
 from tiny_models import VOCAB_SIZE as V
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,7 +104,7 @@ def test_a_users_loss_on_the_logits_is_eagers(model_type: str, name: str) -> Non
 
 
 def test_a_users_loss_is_not_changed_by_the_options_of_the_patch() -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     batch = tiny_batch(model)
     truth = step_with(model, batch, cross_entropy, False)
     with patched(model, label_smoothing=0.5, z_loss=1.0, reduction="sum"):
@@ -120,7 +120,7 @@ def test_a_users_loss_has_eagers_dtype(dtype: Any, inside: bool, reduction: str)
     autocast = dtype == "autocast"
     dtypes = []
     for patch in (False, True):
-        model = tiny_model(LLAMA, dtype=torch.float32 if autocast else dtype)
+        model = tiny_model(dtype=torch.float32 if autocast else dtype)
         if patch:
             apply_patch(model)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -133,7 +133,7 @@ def test_a_users_loss_has_eagers_dtype(dtype: Any, inside: bool, reduction: str)
 
 
 def test_two_losses_on_the_same_logits_are_eagers() -> None:
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
 
     def two(logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels) + 2 * cross_entropy(logits / 2.0, labels.roll(1))
@@ -145,7 +145,7 @@ def test_two_losses_on_the_same_logits_are_eagers() -> None:
 
 
 def test_a_label_outside_the_vocabulary_is_an_error_with_its_value() -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     batch = tiny_batch(model)
     batch["labels"][0, 3] = V
     with pytest.raises(ValueError, match=rf"labels must be in \[0, {V}\) .* got {V}"):
@@ -163,7 +163,7 @@ def test_an_error_inside_the_forward_pass_leaves_the_model_clean(where: str) -> 
     def broken(*args: Any) -> None:
         raise BrokenError
 
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     batch = tiny_batch(model)
     expected = call(model, batch)
     apply_patch(model)
@@ -210,14 +210,14 @@ def test_no_supervised_token_gives_zero_loss_and_zero_gradients(
 
 
 def test_the_same_step_twice_is_bitwise_the_same() -> None:
-    model = apply_patch(tiny_model(LLAMA, dtype=torch.bfloat16), chunk_mib=0.002)
+    model = apply_patch(tiny_model(dtype=torch.bfloat16), chunk_mib=0.002)
     first, second = step(model, tiny_batch(model)), step(model, tiny_batch(model))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
 def test_a_resized_vocabulary_is_fused() -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     apply_patch(model)
     model.resize_token_embeddings(V + 6, mean_resizing=False)
     model = model.double()
@@ -231,7 +231,7 @@ def test_a_resized_vocabulary_is_fused() -> None:
 
 def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
     for patch in (False, True):
-        model = tiny_model(LLAMA)
+        model = tiny_model()
         if patch:
             apply_patch(model)
         batch = tiny_batch(model)
@@ -242,7 +242,7 @@ def test_labels_and_logits_of_another_length_are_an_error_as_in_eager() -> None:
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_that_are_no_tensor_are_named(name: str) -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     batch = tiny_batch(model)
     shape = tuple(batch["labels"].shape)
     batch[name] = batch["labels"].tolist()
@@ -267,7 +267,7 @@ class OutOfMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("layers", [False, True])
 def test_a_step_after_one_that_ran_out_of_memory_is_the_same(layers: bool) -> None:
-    model = apply_patch(tiny_model(LLAMA), layers=layers)
+    model = apply_patch(tiny_model(), layers=layers)
     batch = tiny_batch(model)
     expected = step(model, batch)
     with OutOfMemory(at=0) as operations:

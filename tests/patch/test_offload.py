@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from offloaded_models import (
     KINDS,
-    MARKS,
     assert_as_without,
-    assert_same_bits,
-    checkpointing,
     gradients,
     inputs_alive,
     model_of,
@@ -26,13 +24,12 @@ from slow_cases import slow_but
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from training_step import with_checkpoints
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.patch.layer_input import PIECE_BYTES
-
-pytestmark = MARKS
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,7 @@ def test_architectures_that_pass_more_to_their_layers(model_type: str, reentrant
     models: list[Any] = []
 
     def make() -> Any:
-        models.append(checkpointing(tiny_model(ROWS[model_type]), reentrant))
+        models.append(with_checkpoints(tiny_model(model_type), reentrant))
         return models[-1]
 
     def run(model: Any) -> None:
@@ -176,7 +173,7 @@ def test_lora(reentrant: bool) -> None:
         config = peft.LoraConfig(
             r=4, lora_dropout=0.5, target_modules=["q_proj", "up_proj"], init_lora_weights=False
         )
-        return checkpointing(peft.get_peft_model(model_of(None), config), reentrant)
+        return with_checkpoints(peft.get_peft_model(model_of(None), config), reentrant)
 
     assert str(assert_as_without(step, make)).startswith("2 layer inputs")
 
@@ -198,7 +195,9 @@ def test_gradients_and_memory_on_a_gpu(reentrant: bool) -> None:
         with torch.device("cuda"):
             model: Any = LlamaForCausalLM(config)
         model = model.to(torch.bfloat16).train()
-        model = apply_patch(checkpointing(model, reentrant), checkpoint_offload=checkpoint_offload)
+        model = apply_patch(
+            with_checkpoints(model, reentrant), checkpoint_offload=checkpoint_offload
+        )
         for name, values in model.named_parameters():
             values.requires_grad_("down_proj" in name)
         ids = torch.randint(0, 64, (128, tokens // 128), device="cuda")

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from offloaded_models import (
     KINDS,
-    MARKS,
-    assert_same_bits,
     gradients,
     inputs_alive,
     model_of,
@@ -27,8 +26,6 @@ from liger_patch.patch import offload as offload_module
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.layer_input import PIECE_BYTES, Lane, LayerInput
 from liger_patch.patch.offload import available_bytes
-
-pytestmark = MARKS
 
 
 @KINDS

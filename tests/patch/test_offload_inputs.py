@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_models import MARKS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from liger_patch.patch.layer_input import PIECE_BYTES
 from liger_patch.patch.offload import FUNCTION, CheckpointOffload
-
-pytestmark = MARKS
 
 
 def plain_checkpoint(*args: Any, **kwargs: Any) -> Any:

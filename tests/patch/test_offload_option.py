@@ -11,24 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from offloaded_models import (
-    KINDS,
-    MARKS,
-    assert_same_bits,
-    gradients,
-    model_of,
-    offloaded,
-    step,
-    tiny_batch_of,
-)
+from exactness import assert_same_bits
+from offloaded_models import KINDS, gradients, model_of, offloaded, step, tiny_batch_of
 from torch import nn
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.layer_input import PIECE_BYTES
 from liger_patch.patch.offload import FUNCTION
-
-pytestmark = MARKS
 
 
 @pytest.mark.parametrize("value", ["cpu", None, 0, -1.0, float("inf"), float("nan"), 10**400])

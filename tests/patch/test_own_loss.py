@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training_step import call, patched, step, widened
 from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutput
-from untested_classes import LLAMA, NOTICE
+from untested_classes import NOTICE
 
 from liger_patch import apply_patch, patch_status
 
@@ -47,7 +47,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 @pytest.fixture
 def own_loss() -> Any:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     model.__class__ = OwnLoss
     return widened(model)
 
@@ -69,7 +69,7 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
 ) -> None:
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "reduction": "sum"}
     batch = tiny_batch(own_loss)
-    model = widened(tiny_model(LLAMA))
+    model = widened(tiny_model())
     with patched(model, **options):
         truth = step(model, batch)
     with patched(own_loss, **options):
@@ -156,7 +156,7 @@ def focal(source: Tensor, target: Tensor, *_: Any, **options: Any) -> Tensor:
 def test_a_replaced_loss_is_the_users(
     holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     batch = tiny_batch(model)
     ordinary = call(model, batch).loss
     monkeypatch.setattr(holder, name, focal)
@@ -169,4 +169,4 @@ def test_a_replaced_loss_is_the_users(
 
 
 def patched_llama() -> Any:
-    return apply_patch(tiny_model(LLAMA), layers=False)
+    return apply_patch(tiny_model(), layers=False)

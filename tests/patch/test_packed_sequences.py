@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exactness import assert_no_worse
 from packed_samples import (
     IGNORED,
     MODEL_TYPES,
     PACKINGS,
-    ROWS,
     flattened,
     make_model,
     make_samples,
@@ -31,7 +29,7 @@ from rows import every_row, model_type
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor
-from training_step import call, joined, patched, step
+from training_step import assert_right, call, patched, step
 
 from liger_patch import patch_status, registry
 from liger_patch.patch.forward import record_of
@@ -75,8 +73,7 @@ def test_packed_trains_as_unpacked_on_a_gpu(model_type: str) -> None:
     with patched(model, layers=True):
         ours = step(model, batch)
     eager, ours = ({n: None if v is None else v.cpu() for n, v in x.items()} for x in (eager, ours))
-    truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, torch.float32)
+    assert_right(ours, eager, truth)
 
 
 def shifted_by_the_collator(samples: Any) -> dict[str, Tensor]:
@@ -319,7 +316,7 @@ def test_packed_rows_that_see_one_another_are_said_once(
     model_type: str, options: dict[str, Any], advice: str
 ) -> None:
     """And only where the last sequence moves when another is changed."""
-    model, samples = tiny_model(ROWS[model_type]), make_samples(9, 4, prompts=False)
+    model, samples = tiny_model(model_type), make_samples(9, 4, prompts=False)
     batch = positions_only(samples)
     assert moves_the_last(model.eval(), batch, 4, **options) == bool(advice)
     with patched(model, layers=False), warnings.catch_warnings(record=True) as said:
@@ -361,7 +358,6 @@ def test_packed_rows_behind_plain_ones_are_said() -> None:
             call(model, packed, use_cache=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("by", ["checkpoints", "a mask"])
 def test_rows_that_are_kept_apart_are_not_said(by: str) -> None:
     """Beside checkpoints Transformers has no cache; a caller's own mask is no affair of ours."""

@@ -14,7 +14,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, step
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from untested_classes import LLAMA, NOTICE, LooksAtTypes, Tomorrow, make_model
+from untested_classes import NOTICE, LooksAtTypes, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.patch import verify
@@ -73,7 +73,7 @@ def test_an_evaluation_is_compared() -> None:
 
 def test_options_are_left_out_of_the_comparison() -> None:
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
-    model, known = make_model().double(), tiny_model(LLAMA).double()
+    model, known = make_model().double(), tiny_model().double()
     batch = tiny_batch(model)
     with pytest.warns(UserWarning, match=NOTICE):
         expected = step(apply_patch(known, **options), batch)
@@ -104,7 +104,7 @@ def test_where_losses_cannot_be_compared_one_warning_says_so(
 
 
 def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     batch = tiny_batch(model)
     with pytest.warns(UserWarning, match=NOTICE):
         call(model, batch)
@@ -115,7 +115,7 @@ def test_a_copy_and_a_pickle_know_what_was_compared() -> None:
 
 def test_the_first_step_under_autocast_has_every_gradient() -> None:
     """Autocast of torch 2.6 keeps casts of weights, also those that were made without gradients."""
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match=NOTICE):
         outputs = call(model, tiny_batch(model))
     outputs.loss.backward()
@@ -123,7 +123,7 @@ def test_the_first_step_under_autocast_has_every_gradient() -> None:
 
 
 def test_an_argument_that_changes_in_a_call_is_left_to_it() -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     arguments = tiny_batch(model)
     caches = [transformers.DynamicCache() for _ in range(2)]
     expected = model(**arguments, past_key_values=caches[0])
@@ -179,7 +179,7 @@ class Checkpointed(Tomorrow):
 
 
 def test_a_checkpoint_around_head_and_loss_is_computed_again() -> None:
-    eager = tiny_model(LLAMA)
+    eager = tiny_model()
     eager.__class__ = Checkpointed
     model = apply_patch(copy.deepcopy(eager))
     expected = step(eager, tiny_batch(eager))

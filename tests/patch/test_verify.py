@@ -11,7 +11,7 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import LLAMA, VOCAB_SIZE, tiny_batch, tiny_model
+from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
 from training_step import call, joined, step, widened
 
@@ -66,7 +66,7 @@ def test_a_sound_model_agrees_and_stays_fused(
 def test_only_the_first_training_step_is_compared_and_with_the_flag(
     verified: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     with torch.no_grad():
         call(model, tiny_batch(model))
     for value in ("0", ""):
@@ -74,7 +74,7 @@ def test_only_the_first_training_step_is_compared_and_with_the_flag(
         call(model, tiny_batch(model))
     assert verified == []
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     for _ in range(3):
         call(model, tiny_batch(model))
     assert verified == [None]
@@ -83,7 +83,7 @@ def test_only_the_first_training_step_is_compared_and_with_the_flag(
 def test_the_comparison_leaves_loss_and_gradients_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     compared = step(model, tiny_batch(model))
     ordinary = step(model, tiny_batch(model))
     for name, value in ordinary.items():
@@ -136,7 +136,7 @@ def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
     replacement: Callable,
     differs: str,
 ) -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     batch = tiny_batch(model)
     truth, eager = step(widened(model), batch), step(model, batch)
     monkeypatch.setattr(module, function, replacement(getattr(module, function)))
@@ -159,7 +159,7 @@ def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
 def test_a_distributed_vocabulary_is_not_compared_and_a_warning_says_so(
     verified: list[Any],
 ) -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     record, (product, labels) = record_of(model), learnt(torch.float32, 1.0, None)
     assert record is not None
     vars(product.weight)["_local_tensor"] = product.weight  # as a DTensor's
@@ -226,7 +226,7 @@ def test_a_loss_of_nothing_or_not_finite_leaves_the_comparison_to_the_next(
     weight: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a batch without supervised tokens, or of a head of these weights."""
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     batch, own = tiny_batch(model), model.lm_head.weight.data.clone()
     if weight is None:
         assert call(model, batch | {"labels": torch.full_like(batch["labels"], -100)}).loss == 0
@@ -256,7 +256,7 @@ def test_the_kernels_of_the_batch_are_compared(
 
     monkeypatch.setattr(verify, "linear_cross_entropy", recorded)
     monkeypatch.setattr("liger_patch.kernels.head.odds.SMALL_BATCH", 512)
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     ids = torch.randint(VOCAB_SIZE, (2, length))
     model(input_ids=ids, labels=ids).loss.backward()
     assert verified == [None]

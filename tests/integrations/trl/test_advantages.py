@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import slow_but
+from tiny_models import tiny_model
 from tiny_text import Writer, tiny_tokenizer
 from training_step import widened
-from trl_models import DEFAULTS, MARKS, assert_fused, lora, make_model, train
+from trl_models import DEFAULTS, MARKS, assert_fused, lora, train
 
 from liger_patch.kernels import linear_log_probs as operator
 
@@ -67,7 +68,7 @@ def make_trainer(kind: str, folder: Path, ours: bool, **arguments: Any) -> Any:
         **arguments,
     }
     return getattr(module, f"{kind}Trainer")(
-        model=widened(make_model("llama")),
+        model=widened(tiny_model("llama")),
         args=getattr(module, f"{kind}Config")(str(folder), **arguments),
         reward_funcs=reward,
         train_dataset=data,

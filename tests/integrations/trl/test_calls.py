@@ -15,16 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from training_step import Float64, Step, widened
 from transformers import PreTrainedModel
-from trl_models import (
-    MARKS,
-    OUTPUTS,
-    apply_trl_patch,
-    assert_fused,
-    assert_same,
-    call,
-    make_model,
-    with_head,
-)
+from trl_models import MARKS, OUTPUTS, apply_trl_patch, assert_fused, assert_same, call, with_head
 
 from liger_patch import registry
 from liger_patch.layers import unpadded
@@ -63,7 +54,7 @@ def test_a_call_gives_trls_outputs_and_gradients(
     change: Callable[[Batch], Batch],
     arguments: dict[str, Any],
 ) -> None:
-    model = with_head(widened(make_model(model_type)), outputs, temperature=0.7)
+    model = with_head(widened(tiny_model(model_type)), outputs, temperature=0.7)
     batch = change(tiny_batch(model))
     trls = call(model, batch, **arguments)
     ours = call(apply_trl_patch(model), batch, **arguments)
@@ -84,7 +75,7 @@ def test_padding_is_left_out_of_a_call(
 ) -> None:
     """Also by checkpoints, and without gradients, as a reference is called."""
     monkeypatch.setattr(unpadded, "may_serve_flash_attention", lambda *_: True)
-    model = with_head(widened(make_model(model_type)), OUTPUTS)
+    model = with_head(widened(tiny_model(model_type)), OUTPUTS)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = tiny_batch(model)
     padding = slice(4) if side == "left" else slice(-4, None)
@@ -167,7 +158,7 @@ def cast_head(model: PreTrainedModel) -> None:
 def test_a_head_in_float32_is_multiplied_in_float32(
     dtype: torch.dtype, autocast: bool, change: Callable[[Any], None] | None
 ) -> None:
-    model = make_model(dtype=dtype)
+    model = tiny_model(dtype=dtype)
     if change is not None:
         change(model)
     options = {"temperature": 0.7, "cast_lm_head_to_fp32": True}
@@ -225,7 +216,7 @@ def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
         return fused(*args, **options)
 
     monkeypatch.setattr(ours, "fused_log_probs", recorded)
-    model = with_head(make_model())
+    model = with_head(tiny_model())
     batch = tiny_batch(model)
     for chunk_mib in (None, 3.0):
         apply_trl_patch(model, chunk_mib=chunk_mib)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_same_bits
+from tiny_models import tiny_model
 from tiny_text import conversations, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from training_step import widened
@@ -14,12 +16,10 @@ from trl_models import (
     DEFAULTS,
     LEFT_TO_TRL,
     MARKS,
-    assert_bitwise,
     assert_fused,
     assert_same,
     in_float64,
     lora,
-    make_model,
     train,
 )
 
@@ -57,8 +57,8 @@ def make_trainer(
     cls = getattr(module, f"{kind}Trainer")
     trainer = type(f"{kind}Trainer", (cls,), subclass) if subclass else cls
     made = trainer(
-        model=widened(make_model(model_type)),
-        teacher_model=widened(make_model("qwen3", seed=1)),
+        model=widened(tiny_model(model_type)),
+        teacher_model=widened(tiny_model("qwen3", seed=1)),
         args=getattr(module, f"{kind}Config")(str(folder), **how),
         train_dataset=samples,
         eval_dataset=samples,
@@ -138,7 +138,7 @@ def test_without_the_flag_or_with_logits_it_is_trls(
 ) -> None:
     trls = train(make_trainer(kind, "llama", tmp_path, None))
     trainer = make_trainer(kind, "llama", tmp_path, False)
-    assert_bitwise(train(trainer), trls)
+    assert_same_bits(train(trainer), trls)
     assert not patch_status(trainer.model).patched
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     trls_losses.clear()
@@ -174,7 +174,7 @@ def test_heads_that_fsdp_shards_are_gathered(tmp_path: Path) -> None:
     for each in ("student", "teacher"):
         how |= {f"{each}_lm_head_bias": None, f"{each}_logit_scale": 1.0}
         how[f"{each}_final_logit_softcapping"] = None
-    record = record_of(apply_patch(make_model()))
+    record = record_of(apply_patch(tiny_model()))
     assert record is not None
 
     def numbers(function: Any, *first: Any) -> dict[str, Tensor | None]:

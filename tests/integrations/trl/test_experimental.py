@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import slow_but
+from tiny_models import tiny_model
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
 from training_step import Step, widened
-from trl_models import (
-    DEFAULTS,
-    LEFT_TO_TRL,
-    MARKS,
-    assert_fused,
-    assert_same,
-    lora,
-    make_model,
-    train,
-)
+from trl_models import DEFAULTS, LEFT_TO_TRL, MARKS, assert_fused, assert_same, lora, train
 
 from liger_patch.deferred import fuse
 from liger_patch.layers import unpadded
@@ -80,7 +72,7 @@ def make_trainer(
     how = {**DEFAULTS, **OPTIONS[kind], **how}
     if flag is not None:
         how["use_liger_patch"] = flag
-    model = widened(make_model(model_type))
+    model = widened(tiny_model(model_type))
     if "moe" in model_type:
         model.config.output_router_logits = True
     samples = data_of(kind)

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_batch
+from exactness import assert_same_bits
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl_models import (
     LEFT_TO_TRL,
     MARKS,
     apply_trl_patch,
-    assert_bitwise,
     assert_fused,
     call,
-    make_model,
     sft_trainer,
     train,
     with_head,
@@ -34,10 +33,10 @@ pytestmark = MARKS
 
 
 def test_return_logits_is_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
-    trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
+    trls = train(sft_trainer(tiny_model("gemma2"), tmp_path))
+    trainer = sft_trainer(apply_patch(tiny_model("gemma2"), layers=False), tmp_path, True)
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    assert_bitwise(train(trainer), trls)
+    assert_same_bits(train(trainer), trls)
     status = patch_status(trainer.model)
     assert (status.fused, status.reason) == (False, "LIGER_PATCH_RETURN_LOGITS=1")
     monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS")
@@ -89,7 +88,7 @@ def test_a_head_that_cannot_be_fused_is_left_to_trl(
 ) -> None:
     """With one warning."""
     if change is as_it_is:
-        model = with_head(make_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
+        model = with_head(tiny_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
     else:
         model = with_head_changed(change)
     batch = tiny_batch(model)
@@ -97,19 +96,19 @@ def test_a_head_that_cannot_be_fused_is_left_to_trl(
     apply_trl_patch(model, layers=False)
     with backbone_calls(model) as calls:
         with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*{reason}") as warned:
-            assert_bitwise(call(model, batch), trls)
+            assert_same_bits(call(model, batch), trls)
         assert len(warned) == 1
         assert len(calls) == (backbone or len(calls))
         for _ in range(2):  # a warning would be an error
-            assert_bitwise(call(model, batch), trls)
+            assert_same_bits(call(model, batch), trls)
         assert len(calls) == (backbone or len(calls) - 2) + 2
     status = patch_status(model)
     assert status.fused is False
     assert reason in status.reason
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    assert_bitwise(call(model, batch), trls)
+    assert_same_bits(call(model, batch), trls)
     monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS")
-    assert_bitwise(call(model, batch), trls)
+    assert_same_bits(call(model, batch), trls)
     assert patch_status(model).reason == status.reason
 
 
@@ -133,9 +132,9 @@ def test_a_model_that_verify_distrusts_is_left_to_trl(
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
     monkeypatch.setattr(verify, "disagreement", lambda *args, **options: "the kernel is broken")
-    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
-    trainer = sft_trainer(apply_patch(make_model("gemma2"), layers=False), tmp_path, True)
+    trls = train(sft_trainer(tiny_model("gemma2"), tmp_path))
+    trainer = sft_trainer(apply_patch(tiny_model("gemma2"), layers=False), tmp_path, True)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
-        assert_bitwise(train(trainer), trls)
+        assert_same_bits(train(trainer), trls)
     reason = patch_status(trainer.model).reason
     assert reason == "LIGER_PATCH_VERIFY the kernel is broken"

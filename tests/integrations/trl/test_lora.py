@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_batch
-from trl_models import (
-    MARKS,
-    apply_trl_patch,
-    lora,
-    make_model,
-    sft_trainer,
-    with_head,
-)
+from tiny_models import tiny_batch, tiny_model
+from trl_models import MARKS, apply_trl_patch, lora, sft_trainer, with_head
 
 pytestmark = MARKS
 MODULES = ["q_proj", "lm_head"]
@@ -24,13 +17,13 @@ MODULES = ["q_proj", "lm_head"]
 
 def test_trl_refuses_them_with_the_flag_too(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        sft_trainer(make_model(), tmp_path, True, options=lora(target_modules=MODULES))
+        sft_trainer(tiny_model(), tmp_path, True, options=lora(target_modules=MODULES))
 
 
 def test_trls_head_never_leaves_out_those_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     import peft
 
-    model, batch = apply_trl_patch(with_head(make_model())), tiny_batch(make_model())
+    model, batch = apply_trl_patch(with_head(tiny_model())), tiny_batch(tiny_model())
     options = lora(target_modules=MODULES, init_lora_weights=False)["peft_config"]
     model = peft.get_peft_model(model, options)
     with torch.no_grad():

@@ -13,7 +13,8 @@ import torch
 import transformers
 import yaml
 from documents import configuration
-from tiny_models import tiny_batch
+from exactness import assert_same_bits
+from tiny_models import ROWS, tiny_batch, tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
 from training_step import widened
@@ -21,14 +22,11 @@ from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
     MARKS,
-    ROWS,
     apply_trl_patch,
-    assert_bitwise,
     assert_fused,
     assert_same,
     call,
     lora,
-    make_model,
     sft_trainer,
     train,
     trls_calls,
@@ -62,15 +60,15 @@ def is_trls(model: PreTrainedModel) -> bool:
 def test_without_the_flag_all_is_trls(kind: str, tmp_path: Path) -> None:
     from liger_patch.integrations import trl as ours
 
-    trls = train(sft_trainer(make_model("gemma2"), tmp_path))
+    trls = train(sft_trainer(tiny_model("gemma2"), tmp_path))
     config: Any = ours.SFTConfig if kind == "ours" else transformers.TrainingArguments
-    model, samples = make_model("gemma2"), prompts_and_completions()
+    model, samples = tiny_model("gemma2"), prompts_and_completions()
     # by position, as TRL's takes them
     trainer = ours.SFTTrainer(
         model, config(str(tmp_path), **DEFAULTS), None, samples, samples, tiny_tokenizer()
     )
     assert is_trls(model)
-    assert_bitwise(train(trainer), trls)
+    assert_same_bits(train(trainer), trls)
     assert is_trls(model)
 
 
@@ -121,13 +119,13 @@ def test_a_flag_that_is_no_bool_is_an_error(tmp_path: Path) -> None:
 
     args: Any = {"output_dir": str(tmp_path), "use_liger_patch": "false", "use_cpu": True}
     with pytest.raises(ValueError, match="use_liger_patch must be True or False, got 'false'"):
-        ours.DPOTrainer(make_model(), args=ours.DPOConfig(**args), train_dataset=[])
+        ours.DPOTrainer(tiny_model(), args=ours.DPOConfig(**args), train_dataset=[])
 
 
 def test_the_flag_takes_a_checkpoint_by_its_name(tmp_path: Path) -> None:
-    make_model().save_pretrained(tmp_path / "checkpoint")
+    tiny_model().save_pretrained(tmp_path / "checkpoint")
     trainer = sft_trainer(str(tmp_path / "checkpoint"), tmp_path, True)
-    assert_bitwise(train(trainer), train(sft_trainer(make_model(), tmp_path, True)))
+    assert_same_bits(train(trainer), train(sft_trainer(tiny_model(), tmp_path, True)))
     assert_fused(trainer.model)
 
 
@@ -138,9 +136,9 @@ def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: 
     def wrap(model: PreTrainedModel) -> Any:
         return peft.get_peft_model(model, lora()["peft_config"]) if wrapped else model
 
-    trls = train(sft_trainer(wrap(widened(make_model())), tmp_path))
+    trls = train(sft_trainer(wrap(widened(tiny_model())), tmp_path))
     torch.manual_seed(0)
-    model = wrap(apply_patch(widened(make_model()), chunk_mib=3.0))
+    model = wrap(apply_patch(widened(tiny_model()), chunk_mib=3.0))
     torch.manual_seed(0)
     trainer = sft_trainer(model, tmp_path, True)
     assert "3 MiB a chunk" in str(patch_status(model))
@@ -153,7 +151,7 @@ def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: 
 def test_a_patched_model_keeps_its_offloaded_checkpoints(
     checkpoint_offload: bool | float, tmp_path: Path
 ) -> None:
-    model = apply_patch(make_model(), checkpoint_offload=checkpoint_offload)
+    model = apply_patch(tiny_model(), checkpoint_offload=checkpoint_offload)
     sft_trainer(model, tmp_path, True)
     said = dict(patch_status(model).rows)["checkpoint offload"]
     assert said == ("on, no eager training step yet" if checkpoint_offload else "off")
@@ -171,7 +169,7 @@ def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
     )
     for device_types in ((), ("cpu",)):
         torch.manual_seed(0)
-        trainer = sft_trainer(make_model(), tmp_path, gradient_checkpointing=True)
+        trainer = sft_trainer(tiny_model(), tmp_path, gradient_checkpointing=True)
         model = apply_trl_patch(trainer.model, same_gradient=True, checkpoint_offload=True)
         record = record_of(model)
         assert record is not None
@@ -181,7 +179,7 @@ def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
     assert str(record.offload).startswith("1 layer inputs")
     assert dropped
     assert set(dropped) == {1}  # before the loss of each step
-    assert_bitwise(*results)
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +192,7 @@ def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
     ids=str,
 )
 def test_options_that_change_the_loss_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    model = apply_patch(make_model(), **options)
+    model = apply_patch(tiny_model(), **options)
     (name,) = options
     with pytest.raises(ValueError, match=rf"^{name}=\S+ has no part in TRL's loss"):
         sft_trainer(model, tmp_path, True)
@@ -203,7 +201,7 @@ def test_options_that_change_the_loss_are_refused(options: dict[str, Any], tmp_p
 
 
 def test_options_that_come_later_are_refused_at_the_call() -> None:
-    model = apply_trl_patch(with_head(make_model()))
+    model = apply_trl_patch(with_head(tiny_model()))
     apply_patch(model, label_smoothing=0.1)
     with pytest.raises(ValueError, match=r"^label_smoothing=0\.1 has no part in TRL's loss"):
         model(**tiny_batch(model), fused_lm_head=True)
@@ -216,7 +214,7 @@ def test_options_that_come_later_are_refused_at_the_call() -> None:
 
 
 def test_a_model_without_trls_head_is_refused() -> None:
-    model = make_model()
+    model = tiny_model()
     expected = r"no fused head of TRL.*RLOO is made, with trl 1\.15 and 1\.16, got .*trl_trainers"
     with pytest.raises(RuntimeError, match=expected):
         apply_trl_patch(model)
@@ -229,9 +227,9 @@ def test_a_callback_beside_the_flag_is_named(tmp_path: Path) -> None:
 
     options = {"callbacks": [LigerPatchCallback()]}
     with pytest.raises(ValueError, match="LigerPatchCallback and use_liger_patch=True both patch"):
-        sft_trainer(make_model(), tmp_path, patch=True, options=options)
+        sft_trainer(tiny_model(), tmp_path, patch=True, options=options)
     with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
-        sft_trainer(make_model(), tmp_path, patch=False, options=options)
+        sft_trainer(tiny_model(), tmp_path, patch=False, options=options)
 
 
 def test_trls_trainer_says_that_it_does_not_know_the_flag(tmp_path: Path) -> None:
@@ -239,10 +237,10 @@ def test_trls_trainer_says_that_it_does_not_know_the_flag(tmp_path: Path) -> Non
 
     from liger_patch.integrations.trl import SFTConfig
 
-    sft_trainer(make_model(), tmp_path, patch=True, max_steps=1).train()
+    sft_trainer(tiny_model(), tmp_path, patch=True, max_steps=1).train()
     arguments = {**DEFAULTS, "max_steps": 1, "use_liger_patch": True}
     trainer = trl.SFTTrainer(
-        make_model(),
+        tiny_model(),
         args=SFTConfig(str(tmp_path), **arguments),
         train_dataset=prompts_and_completions(),
         processing_class=tiny_tokenizer(),
@@ -253,7 +251,7 @@ def test_trls_trainer_says_that_it_does_not_know_the_flag(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wrong", ["x", 1, None])
 def test_same_gradient_is_true_or_false(wrong: Any) -> None:
-    model = with_head(make_model())
+    model = with_head(tiny_model())
     with pytest.raises(ValueError, match=f"same_gradient must be True or False, got {wrong!r}"):
         apply_trl_patch(model, same_gradient=wrong)
     assert not patch_status(model).patched
@@ -262,8 +260,8 @@ def test_same_gradient_is_true_or_false(wrong: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: apply_patch(make_model()),
-        lambda: apply_trl_patch(with_head(make_model(), ("log_probs",))),
+        lambda: apply_patch(tiny_model()),
+        lambda: apply_trl_patch(with_head(tiny_model(), ("log_probs",))),
     ],
     ids=["apply_patch", "another trainer"],
 )
@@ -282,7 +280,7 @@ def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any])
         ours = call(model, batch)
     assert calls == []
     assert_fused(model)
-    assert_same(ours, call(apply_trl_patch(with_head(make_model())), batch))
+    assert_same(ours, call(apply_trl_patch(with_head(tiny_model())), batch))
 
 
 @pytest.fixture
@@ -293,7 +291,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unknown")
 def test_an_architecture_without_a_row_is_fused() -> None:
     """TRL's head leaves the model's own loss out: there is nothing to compare."""
-    model = with_head(widened(make_model("gemma2")))
+    model = with_head(widened(tiny_model("gemma2")))
     batch = tiny_batch(model)
     trls = call(model, batch)
     assert_same(call(apply_trl_patch(model), batch), trls)
@@ -312,19 +310,19 @@ def test_strict_wants_a_row() -> None:
 
 
 def test_patching_twice_replaces_the_options() -> None:
-    model = with_head(make_model())
+    model = with_head(tiny_model())
     batch = tiny_batch(model)
     once = call(apply_trl_patch(model), batch)
     assert apply_trl_patch(model, same_gradient=True, chunk_mib=3.0) is model
     assert "3 MiB a chunk" in str(patch_status(model))
-    assert_bitwise(call(model, batch), once)
+    assert_same_bits(call(model, batch), once)
     assert_fused(model)
     revert_patch(model)
     assert is_trls(model)
 
 
 def test_a_reverted_model_is_trls_again() -> None:
-    model = with_head(make_model("gemma2"), temperature=0.7)
+    model = with_head(tiny_model("gemma2"), temperature=0.7)
     batch = tiny_batch(model)
     before = vars(model)["forward"]
     trls, loss_before = call(model, batch), model(**batch).loss
@@ -334,5 +332,5 @@ def test_a_reverted_model_is_trls_again() -> None:
     revert_patch(model)
     assert vars(model)["forward"] == before
     assert is_trls(model)
-    assert_bitwise(call(model, batch), trls)
+    assert_same_bits(call(model, batch), trls)
     assert torch.equal(model(**batch).loss, loss_before)

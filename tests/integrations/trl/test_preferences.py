@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_model
 from tiny_text import judgements, preferences, tiny_tokenizer
 from training_step import widened
 from trl_models import (
@@ -15,7 +16,6 @@ from trl_models import (
     assert_fused,
     assert_same,
     lora,
-    make_model,
     train,
     trls_calls,
 )
@@ -47,8 +47,8 @@ def preference_trainer(
         arguments["router_aux_loss_coef"] = 0.5
     samples = data()
     return trainer(
-        model=widened(make_model(model_type)),
-        ref_model=widened(make_model(model_type, seed=1)) if reference else None,
+        model=widened(tiny_model(model_type)),
+        ref_model=widened(tiny_model(model_type, seed=1)) if reference else None,
         args=config(str(folder), **{**DEFAULTS, **arguments}),
         train_dataset=samples,
         eval_dataset=samples,
@@ -98,7 +98,7 @@ def test_preferences_are_trained_with_trls_numbers(
 def flagged_dpo(folder: Path, prepare: Any) -> Any:
     from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
 
-    models = [make_model("gemma2", seed=seed) for seed in (0, 1)]
+    models = [tiny_model("gemma2", seed=seed) for seed in (0, 1)]
     for model in models:
         prepare(model)
     return DPOTrainer(

@@ -11,26 +11,15 @@ import pytest
 import torch
 from attention_models import Calls
 from slow_cases import slow_but
+from tiny_models import tiny_model
 from tiny_text import Writer, tiny_tokenizer
 from training_step import widened
-from trl_models import (
-    DEFAULTS,
-    MARKS,
-    apply_trl_patch,
-    assert_fused,
-    assert_same,
-    lora,
-    make_model,
-    train,
-)
+from trl_models import DEFAULTS, MARKS, apply_trl_patch, assert_fused, assert_same, lora, train
 
 from liger_patch.layers import unpadded
 from liger_patch.layers.prefixes import OneRow, in_one_row
 
-pytestmark = [
-    *MARKS,
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_(kwargs|disable). is deprecated"),
-]
+pytestmark = MARKS
 GROUP = 4
 
 
@@ -67,7 +56,7 @@ def make_trainer(
     data = samples()
     if kind == "DPO":
         if not adapters:
-            options["ref_model"] = widened(make_model("llama", seed=1))
+            options["ref_model"] = widened(tiny_model("llama", seed=1))
     else:
         options["reward_funcs"] = rewards
         data = data.select_columns(["prompt"])
@@ -79,7 +68,7 @@ def make_trainer(
             **arguments,
         }
     return getattr(trl, f"{kind}Trainer")(
-        model=widened(make_model("llama")),
+        model=widened(tiny_model("llama")),
         args=getattr(trl, f"{kind}Config")(str(folder), **{**DEFAULTS, **arguments}),
         train_dataset=data,
         eval_dataset=data,

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from training_step import Step, widened
-from trl_models import DEFAULTS, MARKS, assert_fused, assert_same, lora, make_model, train
+from trl_models import DEFAULTS, MARKS, assert_fused, assert_same, lora, train
 
 pytestmark = [
     *MARKS,
@@ -76,7 +77,7 @@ def test_answers_of_a_server_are_trained_with_trls_numbers(
 
     def trained(module: Any, **flag: Any) -> tuple[Any, Step]:
         trainer = getattr(module, f"{kind}Trainer")(
-            widened(make_model()),
+            widened(tiny_model()),
             reward,
             getattr(module, f"{kind}Config")(str(tmp_path), **how, **flag),
             train_dataset=prompts_and_completions().select_columns(["prompt"]),
@@ -92,7 +93,7 @@ def test_answers_of_a_server_are_trained_with_trls_numbers(
     assert_same(found, expected)
     assert {"3 sampling/sampling_logp_difference/mean", "3 entropy"} <= found.keys()
     sent, own = (each.vllm_generation.vllm_client.weights for each in (trainer, trls))
-    assert {*sent} == {name for name, _ in make_model().named_parameters()}
+    assert {*sent} == {name for name, _ in tiny_model().named_parameters()}
     assert_same(sent, own)
 
 
@@ -177,7 +178,7 @@ def test_async_grpo_trains_with_trls_numbers(
     monkeypatch.setattr(packing, "_flash_attn", lambda: flash)
     monkeypatch.setattr(trls, "VLLMClient", Server)
     monkeypatch.setattr(trls, "get_peak_flops_per_device", lambda *_: None)  # asks for a GPU
-    widened(make_model()).save_pretrained(tmp_path)
+    widened(tiny_model()).save_pretrained(tmp_path)
     how = {**DEFAULTS, "token_budget": 0, "model_init_kwargs": {"dtype": torch.float64}}
 
     def trained(module: Any, **flag: Any) -> tuple[Any, Step]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import ROWS, VOCAB_SIZE
+from tiny_models import ROWS, VOCAB_SIZE, tiny_model
 from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trainers import LargestTensor
 from training_step import Step, joined, widened
-from trl_models import MARKS, assert_fused, assert_same, lora, make_model, sft_trainer, train
+from trl_models import MARKS, assert_fused, assert_same, lora, sft_trainer, train
 
 pytestmark = MARKS
 STEPS = 8
@@ -74,7 +74,7 @@ MODES = {
 def sft(model_type: str, mode: Mode, folder: Path, patch: bool | None) -> Step:
     coefficient = {"router_aux_loss_coef": 0.5} if "moe" in model_type else {}
     trainer = sft_trainer(
-        widened(make_model(model_type)),
+        widened(tiny_model(model_type)),
         folder,
         patch,
         data=mode.data,
@@ -151,9 +151,9 @@ def test_sft_is_no_worse_than_trls(
 ) -> None:
     arguments = dict(arguments)
     dtype = arguments.pop("dtype", torch.float32)
-    results = [train(sft_trainer(widened(make_model(model_type)), tmp_path))]
+    results = [train(sft_trainer(widened(tiny_model(model_type)), tmp_path))]
     for patch in (None, True):
-        trainer = sft_trainer(make_model(model_type, dtype=dtype), tmp_path, patch, **arguments)
+        trainer = sft_trainer(tiny_model(model_type, dtype=dtype), tmp_path, patch, **arguments)
         results.append(train(trainer))
     assert_fused(trainer.model)
     for numbers in results:  # in few digits, which token is the likeliest is a matter of luck
@@ -172,7 +172,7 @@ def test_compute_metrics_gets_trls_logits(tmp_path: Path) -> None:
             "compute_metrics": lambda each, into=predictions: into.append(each.predictions) or {},
             "preprocess_logits_for_metrics": lambda logits, labels: logits * 2,
         }
-        trainer = sft_trainer(make_model("gemma2"), tmp_path, patch, options=options)
+        trainer = sft_trainer(tiny_model("gemma2"), tmp_path, patch, options=options)
         trainer.evaluate()
     assert len(seen[True]) == len(seen[None]) > 0
     for ours, trls in zip(seen[True], seen[None], strict=True):
@@ -192,7 +192,7 @@ def test_training_and_evaluation_hold_no_logits(
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.01")
     sizes = {"per_device_train_batch_size": 24, "per_device_eval_batch_size": 24}
-    trainer = sft_trainer(make_model(model_type), tmp_path, True, bf16=bf16, max_steps=2, **sizes)
+    trainer = sft_trainer(tiny_model(model_type), tmp_path, True, bf16=bf16, max_steps=2, **sizes)
     lengths = [len(sample["input_ids"]) for sample in trainer.train_dataset]
     tokens = len(lengths) * max(lengths)  # padded, as logits would be; experts hold K rows of each
     for part in (trainer.train, trainer.evaluate):

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exactness import assert_no_worse
-from tiny_models import tiny_batch
-from training_step import Step, joined, widened
+from exactness import assert_same_bits
+from tiny_models import tiny_batch, tiny_model
+from training_step import Step, assert_right, widened
 from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
     MARKS,
     apply_trl_patch,
-    assert_bitwise,
     assert_fused,
     call,
     in_float64,
-    make_model,
     sft_trainer,
     train,
     trls_calls,
@@ -80,40 +78,39 @@ def test_one_model_goes_through_two_trainers(
         results = train(second(model, tmp_path, patch, bf16))
         return {name: value for name, value in results.items() if "accurac" not in name}
 
-    truth = train_twice(widened(make_model()), None, False)
-    trls = train_twice(make_model(), None, bf16)
-    model = make_model()
+    truth = train_twice(widened(tiny_model()), None, False)
+    trls = train_twice(tiny_model(), None, bf16)
+    model = tiny_model()
     with trls_calls() as calls:
         ours = train_twice(model, True, bf16)
     assert calls == []
     assert_fused(model)
-    truth, trls, ours = joined(truth, trls, ours)
-    assert_no_worse(ours, trls, truth, torch.bfloat16 if bf16 else torch.float32)
+    assert_right(ours, trls, truth, torch.bfloat16 if bf16 else torch.float32)
     assert model(**tiny_batch(model)).loss.isfinite()
     assert model.generate(torch.tensor([[9, 10]]), max_new_tokens=2).shape == (1, 4)
 
 
 @pytest.mark.parametrize("labels", [True, False])
 def test_a_copy_computes_with_its_own_weights(labels: bool) -> None:
-    model = apply_trl_patch(with_head(make_model("gemma2")))
+    model = apply_trl_patch(with_head(tiny_model("gemma2")))
     batch = tiny_batch(model)
     before = call(model, batch)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter *= 0.5
-    expected = apply_trl_patch(with_head(make_model("gemma2")))
+    expected = apply_trl_patch(with_head(tiny_model("gemma2")))
     expected.load_state_dict(copied.state_dict())
-    assert_bitwise(call(copied, batch), call(expected, batch))
+    assert_same_bits(call(copied, batch), call(expected, batch))
     inputs = batch if labels else {k: v for k, v in batch.items() if k != "labels"}
     outputs, expected_outputs = copied(**inputs), expected(**inputs)
     assert torch.equal(outputs.logits, expected_outputs.logits)
     if labels:
         assert torch.equal(outputs.loss, expected_outputs.loss)
     assert_fused(copied)
-    assert_bitwise(call(model, batch), before)
+    assert_same_bits(call(model, batch), before)
     revert_patch(copied)
     assert_fused(model)
-    trls = with_head(make_model("gemma2"))
+    trls = with_head(tiny_model("gemma2"))
     trls.load_state_dict(copied.state_dict())
-    assert_bitwise(call(copied, batch), call(trls, batch))
+    assert_same_bits(call(copied, batch), call(trls, batch))
