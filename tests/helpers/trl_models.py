@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +83,30 @@ def with_head_changed(change: Callable[[Any], None]) -> PreTrainedModel:
     return with_head(model, ("log_probs", "entropy", "is_top1"))
 
 
+def trainer_of(
+    kind: str, folder: Path, flag: bool | None, samples: Any, named: dict[str, Any], **how: Any
+) -> Any:
+    """Of this package with the flag on or off; of TRL, and with its configuration, for None.
+
+    Args:
+        named: arguments of the trainer beside these samples; None for one that it does not take.
+        how: those of its configuration.
+    """
+    from liger_patch.integrations import trl, trl_trainers
+
+    ours: Any = trl if kind == "SFT" else trl_trainers
+    trls = import_module("trl" if kind == "SFT" else trl_trainers.TRAINERS[kind][0])
+    if flag is not None:
+        how["use_liger_patch"] = flag
+    module = trls if flag is None else ours
+    defaults = {"eval_dataset": samples, "processing_class": tiny_tokenizer()}
+    return getattr(module, f"{kind}Trainer")(
+        args=getattr(module, f"{kind}Config")(str(folder), **{**DEFAULTS, **how}),
+        train_dataset=samples,
+        **{name: value for name, value in (defaults | named).items() if value is not None},
+    )
+
+
 def sft_trainer(
     model: Any,
     folder: Path,
@@ -91,26 +116,12 @@ def sft_trainer(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Of this package with the flag on or off; of TRL, and with its configuration, for None."""
-    import trl
+    named = {"model": model, **(options or {})}
+    return trainer_of("SFT", folder, patch, data(), named, **arguments)
 
-    from liger_patch.integrations import trl as ours
 
-    arguments = {**DEFAULTS, **arguments}
-    if patch is not None:
-        arguments["use_liger_patch"] = patch
-    trainer, config = (
-        (trl.SFTTrainer, trl.SFTConfig) if patch is None else (ours.SFTTrainer, ours.SFTConfig)
-    )
-    samples = data()
-    return trainer(
-        model=model,
-        args=config(str(folder), **arguments),
-        train_dataset=samples,
-        eval_dataset=samples,
-        processing_class=tiny_tokenizer(),
-        **(options or {}),
-    )
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, each)) % 7) for each in completions]
 
 
 def lora(**options: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from slow_cases import slow_but
 from tiny_models import tiny_model
-from tiny_text import Writer, tiny_tokenizer
+from tiny_text import Writer
 from training_step import widened
-from trl_models import DEFAULTS, MARKS, assert_fused, lora, train
+from trl_models import MARKS, assert_fused, lora, reward, train, trainer_of
 
 from liger_patch.kernels import linear_log_probs as operator
 
@@ -43,39 +43,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(map(ord, each)) % 7) for each in completions]
-
-
 def make_trainer(kind: str, folder: Path, ours: bool, **arguments: Any) -> Any:
-    import trl
     from datasets import Dataset
 
-    from liger_patch.integrations import trl_trainers
-
-    module: Any = trl_trainers if ours else trl
     writer = Writer()
     data = Dataset.from_list([{"prompt": writer.words(3, 9)} for _ in range(12)])
-    options = lora(modules_to_save=["lm_head"]) if arguments.pop("adapters", False) else {}
-    arguments = {
-        **DEFAULTS,
+    named = lora(modules_to_save=["lm_head"]) if arguments.pop("adapters", False) else {}
+    named |= {"model": widened(tiny_model()), "reward_funcs": reward}
+    how = {
         "max_steps": UPDATES,
         "num_generations": GROUP,
         "max_completion_length": 6,
         "per_device_train_batch_size": 2 * GROUP,
         "beta": 0.0,
-        **({"use_liger_patch": True} if ours else {}),
         **arguments,
     }
-    return getattr(module, f"{kind}Trainer")(
-        model=widened(tiny_model("llama")),
-        args=getattr(module, f"{kind}Config")(str(folder), **arguments),
-        reward_funcs=reward,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tiny_tokenizer(),
-        **options,
-    )
+    return trainer_of(kind, folder, True if ours else None, data, named, **how)
 
 
 def check(

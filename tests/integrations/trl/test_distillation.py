@@ -9,11 +9,10 @@ import pytest
 import torch
 from exactness import assert_same_bits
 from tiny_models import tiny_model
-from tiny_text import conversations, prompts_and_completions, tiny_tokenizer
+from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
 from training_step import widened
 from trl_models import (
-    DEFAULTS,
     LEFT_TO_TRL,
     MARKS,
     assert_fused,
@@ -21,6 +20,7 @@ from trl_models import (
     in_float64,
     lora,
     train,
+    trainer_of,
 )
 
 from liger_patch import apply_patch, patch_status
@@ -36,35 +36,19 @@ def make_trainer(
     flag: bool | None,
     *,
     adapters: Any = None,
-    subclass: dict[str, Any] | None = None,
     **how: Any,
 ) -> Any:
     """Of TRL, with its configuration, for None; else of this package, with the flag on or off."""
-    import trl
-    from trl.experimental import gkd
-
-    from liger_patch.integrations import trl_trainers as ours
-
-    trls: Any = {"Distillation": trl, "GKD": gkd}[kind]
-    module = trls if flag is None else ours
-    how = {**DEFAULTS, **how} | ({} if flag is None else {"use_liger_patch": flag})
     if kind == "GKD":
         samples = conversations()
         how = {"lmbda": 0.0, "max_new_tokens": 4, "max_length": 32, **how}
     else:
         samples = prompts_and_completions().select_columns(["prompt"])
         how = {**ON_POLICY, **how}
-    cls = getattr(module, f"{kind}Trainer")
-    trainer = type(f"{kind}Trainer", (cls,), subclass) if subclass else cls
-    made = trainer(
-        model=widened(tiny_model(model_type)),
-        teacher_model=widened(tiny_model("qwen3", seed=1)),
-        args=getattr(module, f"{kind}Config")(str(folder), **how),
-        train_dataset=samples,
-        eval_dataset=samples,
-        processing_class=tiny_tokenizer(),
-        **({} if adapters is None else lora(**adapters)),
-    )
+    named: dict[str, Any] = {} if adapters is None else lora(**adapters)
+    named["model"] = widened(tiny_model(model_type))
+    named["teacher_model"] = widened(tiny_model("qwen3", seed=1))
+    made = trainer_of(kind, folder, flag, samples, named, **how)
     torch.manual_seed(0)  # of samples
     return made
 
@@ -152,10 +136,13 @@ def test_loss_of_a_subclass_gets_logits(
     def halved(student_logits: Tensor, teacher_logits: Tensor, **named: Any) -> Tensor:
         return (student_logits - teacher_logits).square().mean() / 2
 
-    own = {"generalized_jsd_loss": staticmethod(halved)}
-    trls, ours = (
-        train(make_trainer("GKD", "llama", tmp_path, flag, subclass=own)) for flag in (None, True)
-    )
+    results = []
+    for flag in (None, True):
+        trainer = make_trainer("GKD", "llama", tmp_path, flag)
+        own = {"generalized_jsd_loss": staticmethod(halved)}
+        trainer.__class__ = type("GKDTrainer", (type(trainer),), own)
+        results.append(train(trainer))
+    trls, ours = results
     assert_same(ours, trls)
     assert (reads, trls_losses) == ([], [])  # real logits all along
 

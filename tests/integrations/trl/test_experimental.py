@@ -14,7 +14,7 @@ from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
 from training_step import Step, widened
-from trl_models import DEFAULTS, LEFT_TO_TRL, MARKS, assert_fused, assert_same, lora, train
+from trl_models import LEFT_TO_TRL, MARKS, assert_fused, assert_same, lora, train, trainer_of
 
 from liger_patch.deferred import fuse
 from liger_patch.layers import unpadded
@@ -62,33 +62,18 @@ def data_of(kind: str) -> Any:
 def make_trainer(
     kind: str, model_type: str, folder: Path, flag: bool | None, *, adapters: Any = None, **how: Any
 ) -> Any:
-    """Of TRL, with its configuration, for None; else of this package, with the flag on or off."""
-    import importlib
-
-    from liger_patch.integrations import trl_trainers as ours
-
-    trls = importlib.import_module(ours.TRAINERS[kind][0])
-    module = trls if flag is None else ours
-    how = {**DEFAULTS, **OPTIONS[kind], **how}
-    if flag is not None:
-        how["use_liger_patch"] = flag
-    model = widened(tiny_model(model_type))
+    how, model = {**OPTIONS[kind], **how}, widened(tiny_model(model_type))
     if "moe" in model_type:
         model.config.output_router_logits = True
-    samples = data_of(kind)
     named: dict[str, Any] = {} if adapters is None else lora(target_modules=adapters)
-    tokenizer = tiny_tokenizer()
+    named["model"] = model
+    if kind == "OnlineDPO":
+        named["eval_dataset"] = None  # TRL's fails
     if kind in REWARDED:
         named["reward_funcs"] = [reward]
+        named["processing_class"] = tokenizer = tiny_tokenizer()
         tokenizer.padding_side = "left"
-    made = getattr(module, f"{kind}Trainer")(
-        model=model,
-        args=getattr(module, f"{kind}Config")(str(folder), **how),
-        train_dataset=samples,
-        eval_dataset=None if kind == "OnlineDPO" else samples,  # TRL's fails
-        processing_class=tokenizer,
-        **named,
-    )
+    made = trainer_of(kind, folder, flag, data_of(kind), named, **how)
     torch.manual_seed(0)  # of samples
     return made
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from tiny_models import tiny_model
-from tiny_text import judgements, preferences, tiny_tokenizer
+from tiny_text import judgements, preferences
 from training_step import widened
 from trl_models import (
-    DEFAULTS,
     MARKS,
     apply_trl_patch,
     assert_fused,
     assert_same,
     lora,
     train,
+    trainer_of,
     trls_calls,
 )
 
@@ -36,42 +36,32 @@ def preference_trainer(
     **arguments: Any,
 ) -> Any:
     """DPO or KTO, with a reference model whose weights are others, or adapters."""
-    import trl
-
-    trainer, config, data = {
-        "dpo": (trl.DPOTrainer, trl.DPOConfig, preferences),
-        "kto": (trl.KTOTrainer, trl.KTOConfig, judgements),
-    }[kind]
-    options = {} if reference else lora(modules_to_save=saved)
+    named: dict[str, Any] = {"model": widened(tiny_model(model_type))}
+    if reference:
+        named["ref_model"] = widened(tiny_model(model_type, seed=1))
+    else:
+        named |= lora(modules_to_save=saved)
     if "moe" in model_type:
         arguments["router_aux_loss_coef"] = 0.5
-    samples = data()
-    return trainer(
-        model=widened(tiny_model(model_type)),
-        ref_model=widened(tiny_model(model_type, seed=1)) if reference else None,
-        args=config(str(folder), **{**DEFAULTS, **arguments}),
-        train_dataset=samples,
-        eval_dataset=samples,
-        processing_class=tiny_tokenizer(),
-        **options,
-    )
+    samples = preferences() if kind == "DPO" else judgements()
+    return trainer_of(kind, folder, None, samples, named, **arguments)
 
 
 @pytest.mark.parametrize(
     ("kind", "model_type", "arguments"),
     [
-        pytest.param("dpo", "llama", {}, id="dpo", marks=pytest.mark.slow),
-        pytest.param("dpo", "gemma2", {}, id="dpo, softcap"),
-        pytest.param("dpo", "qwen3_moe", {}, id="dpo, auxiliary loss"),
-        pytest.param("dpo", "llama", {"reference": False}, id="dpo, lora"),
+        pytest.param("DPO", "llama", {}, id="dpo", marks=pytest.mark.slow),
+        pytest.param("DPO", "gemma2", {}, id="dpo, softcap"),
+        pytest.param("DPO", "qwen3_moe", {}, id="dpo, auxiliary loss"),
+        pytest.param("DPO", "llama", {"reference": False}, id="dpo, lora"),
         pytest.param(
-            "dpo", "llama", {"reference": False, "saved": ["lm_head"]}, id="dpo, head saved"
+            "DPO", "llama", {"reference": False, "saved": ["lm_head"]}, id="dpo, head saved"
         ),
-        pytest.param("dpo", "llama", {"use_weighting": True}, id="dpo, weighted"),
-        pytest.param("dpo", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
-        pytest.param("dpo", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
-        pytest.param("kto", "llama", {}, id="kto"),
-        pytest.param("kto", "llama", {"reference": False}, id="kto, lora", marks=pytest.mark.slow),
+        pytest.param("DPO", "llama", {"use_weighting": True}, id="dpo, weighted"),
+        pytest.param("DPO", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
+        pytest.param("DPO", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
+        pytest.param("KTO", "llama", {}, id="kto"),
+        pytest.param("KTO", "llama", {"reference": False}, id="kto, lora", marks=pytest.mark.slow),
     ],
 )
 def test_preferences_are_trained_with_trls_numbers(
@@ -89,26 +79,18 @@ def test_preferences_are_trained_with_trls_numbers(
         assert_fused(model)
     assert_same(ours, trls)
     logged = {"loss", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen"}
-    if kind == "dpo":
+    if kind == "DPO":
         logged |= {"mean_token_accuracy", "rewards/accuracies", "rewards/margins", "logps/chosen"}
     assert {f"3 {name}" for name in logged} <= ours.keys()
     assert ours["1 rewards/chosen"].any() == (trainer.ref_model is not None)
 
 
 def flagged_dpo(folder: Path, prepare: Any) -> Any:
-    from liger_patch.integrations.trl_trainers import DPOConfig, DPOTrainer
-
     models = [tiny_model("gemma2", seed=seed) for seed in (0, 1)]
     for model in models:
         prepare(model)
-    return DPOTrainer(
-        models[0],
-        models[1],
-        DPOConfig(str(folder), **DEFAULTS, use_liger_patch=True),
-        train_dataset=preferences(),
-        eval_dataset=preferences(),
-        processing_class=tiny_tokenizer(),
-    )
+    named = dict(zip(("model", "ref_model"), models, strict=True))
+    return trainer_of("DPO", folder, True, preferences(), named)
 
 
 def test_the_flag_patches_policy_and_reference_with_their_options(tmp_path: Path) -> None:

@@ -12,19 +12,24 @@ import torch
 from attention_models import Calls
 from slow_cases import slow_but
 from tiny_models import tiny_model
-from tiny_text import Writer, tiny_tokenizer
+from tiny_text import Writer
 from training_step import widened
-from trl_models import DEFAULTS, MARKS, apply_trl_patch, assert_fused, assert_same, lora, train
+from trl_models import (
+    MARKS,
+    apply_trl_patch,
+    assert_fused,
+    assert_same,
+    lora,
+    reward,
+    train,
+    trainer_of,
+)
 
 from liger_patch.layers import unpadded
 from liger_patch.layers.prefixes import OneRow, in_one_row
 
 pytestmark = MARKS
 GROUP = 4
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(map(ord, each)) % 7) for each in completions]
 
 
 def samples() -> Any:
@@ -50,15 +55,10 @@ def samples() -> Any:
 def make_trainer(
     kind: str, folder: Path, adapters: bool, rewards: Any = reward, **arguments: Any
 ) -> Any:
-    import trl
-
-    options: dict[str, Any] = lora() if adapters else {}
+    named: dict[str, Any] = {"model": widened(tiny_model()), **(lora() if adapters else {})}
     data = samples()
-    if kind == "DPO":
-        if not adapters:
-            options["ref_model"] = widened(tiny_model("llama", seed=1))
-    else:
-        options["reward_funcs"] = rewards
+    if kind != "DPO":
+        named["reward_funcs"] = rewards
         data = data.select_columns(["prompt"])
         arguments = {
             "num_generations": GROUP,
@@ -67,14 +67,9 @@ def make_trainer(
             "beta": 0.04 if adapters else 0.0,
             **arguments,
         }
-    return getattr(trl, f"{kind}Trainer")(
-        model=widened(tiny_model("llama")),
-        args=getattr(trl, f"{kind}Config")(str(folder), **{**DEFAULTS, **arguments}),
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tiny_tokenizer(),
-        **options,
-    )
+    elif not adapters:
+        named["ref_model"] = widened(tiny_model(seed=1))
+    return trainer_of(kind, folder, None, data, named, **arguments)
 
 
 @pytest.fixture

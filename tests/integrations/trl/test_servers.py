@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_text import prompts_and_completions, tiny_tokenizer
+from tiny_text import prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from training_step import Step, widened
-from trl_models import DEFAULTS, MARKS, assert_fused, assert_same, lora, train
+from trl_models import MARKS, assert_fused, assert_same, lora, train, trainer_of
 
 pytestmark = [
     *MARKS,
@@ -63,31 +63,23 @@ def without_rounding(numbers: Step) -> Step:
 def test_answers_of_a_server_are_trained_with_trls_numbers(
     kind: str, adapters: bool, reads: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import trl
-    from trl.experimental import gmpo
     from trl.generation import vllm_generation
-
-    from liger_patch.integrations import trl_trainers as ours
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", Server, raising=False)
     server = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 6}
-    how = {**DEFAULTS, **server, "num_generations": 2, "num_iterations": 2}
+    prompts = prompts_and_completions().select_columns(["prompt"])
+    adapter = lora() if adapters else {}
+    how = {**server, "num_generations": 2, "num_iterations": 2}
     how["beta"] = 0.1 if adapters else 0.0  # TRL loads a reference by its name
 
-    def trained(module: Any, **flag: Any) -> tuple[Any, Step]:
-        trainer = getattr(module, f"{kind}Trainer")(
-            widened(tiny_model()),
-            reward,
-            getattr(module, f"{kind}Config")(str(tmp_path), **how, **flag),
-            train_dataset=prompts_and_completions().select_columns(["prompt"]),
-            processing_class=tiny_tokenizer(),
-            **(lora() if adapters else {}),
-        )
+    def trained(flag: bool | None) -> tuple[Any, Step]:
+        named = {"model": widened(tiny_model()), "reward_funcs": reward, "eval_dataset": None}
+        trainer = trainer_of(kind, tmp_path, flag, prompts, {**named, **adapter}, **how)
         return trainer, without_rounding(train(trainer))
 
-    trls, expected = trained(trl if kind == "GRPO" else gmpo)
-    trainer, found = trained(ours, use_liger_patch=True)
+    trls, expected = trained(None)
+    trainer, found = trained(True)
     assert reads == []
     assert_fused(trainer.model)
     assert_same(found, expected)
@@ -172,34 +164,27 @@ def test_async_grpo_trains_with_trls_numbers(
     from trl.experimental.async_grpo import async_grpo_trainer as trls
     from trl.experimental.async_grpo import packing
 
-    from liger_patch.integrations import trl_trainers as ours
-
     flash = SimpleNamespace(flash_attn_varlen_func=varlen)
     monkeypatch.setattr(packing, "_flash_attn", lambda: flash)
     monkeypatch.setattr(trls, "VLLMClient", Server)
     monkeypatch.setattr(trls, "get_peak_flops_per_device", lambda *_: None)  # asks for a GPU
     widened(tiny_model()).save_pretrained(tmp_path)
-    how = {**DEFAULTS, "token_budget": 0, "model_init_kwargs": {"dtype": torch.float64}}
+    how = {"token_budget": 0, "model_init_kwargs": {"dtype": torch.float64}}
 
-    def trained(module: Any, **flag: Any) -> tuple[Any, Step]:
+    def trained(flag: bool | None) -> tuple[Any, Step]:
         transfer = Transfer()
-        trainer = module.AsyncGRPOTrainer(
-            str(tmp_path),
-            reward,
-            module.AsyncGRPOConfig(str(tmp_path), **how, **flag),
-            train_dataset=prompts_and_completions().select_columns(["prompt"]),
-            processing_class=tiny_tokenizer(),
-            rollout_worker=Worker(),
-            weight_transfer=transfer,
-            **(lora() if adapters else {}),
-        )
+        named = {"model": str(tmp_path), "reward_funcs": reward, "eval_dataset": None}
+        named |= {"rollout_worker": Worker(), "weight_transfer": transfer}
+        named |= lora() if adapters else {}
+        samples = prompts_and_completions().select_columns(["prompt"])
+        trainer = trainer_of("AsyncGRPO", tmp_path, flag, samples, named, **how)
         numbers = without_rounding(train(trainer))
         clock = ("perf/", "sample/time")
         kept = {n: v for n, v in numbers.items() if not any(name in n for name in clock)}
         return trainer, {**kept, **transfer.weights}
 
-    _, expected = trained(trls)
-    trainer, found = trained(ours, use_liger_patch=True)
+    _, expected = trained(None)
+    trainer, found = trained(True)
     assert reads == []
     assert_fused(trainer.model)
     assert_same(found, expected)
