@@ -88,10 +88,7 @@ def test_logits_of_hidden_states_that_have_changed_are_an_error(patched_model: A
 @pytest.mark.parametrize("kind", ["positions", "mask", "one position", "slice"])
 def test_an_index_that_is_changed_later_chooses_what_it_chose(kind: str) -> None:
     results = []
-    for patch in (False, True):
-        model = tiny_model()
-        if patch:
-            apply_patch(model)
+    for model in (tiny_model(), apply_patch(tiny_model())):
         logits = call(model, tiny_batch(model)).logits
         positions, mask = torch.tensor([1, 2]), torch.ones(logits.shape[:2], dtype=torch.bool)
         row = torch.tensor(0)

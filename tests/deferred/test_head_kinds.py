@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import training_step
 from documents import check_section, table_of
 from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
-from training_step import call, gradients, joined
+from training_step import joined
 from unusual_heads import float8, packed, sharded, two_layers, weight_norm
 
 from liger_patch import apply_patch, patch_status
@@ -203,9 +204,7 @@ def train_only(model: Any, trained: str) -> None:
 
 def step(model: Any, trained: str, autocast: bool = False) -> dict[str, Any]:
     train_only(model, trained)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = call(model, tiny_batch(model)).loss
-    return {"loss": loss.detach(), **gradients(model, loss)}
+    return training_step.step(model, tiny_batch(model), autocast=autocast)
 
 
 def of_the_cell(kind: Kind, precision: str, patch: str) -> Any:

@@ -18,10 +18,9 @@ from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
 from unusual_heads import CastOutput, H, packed, sharded, two_layers
 
-from liger_patch import apply_patch, patch_status, registry
+from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
 
-(LLAMA,) = (row for row in registry.ARCHITECTURES if row.model_type == "llama")
 Head = nn.Module
 
 
@@ -275,12 +274,9 @@ def test_a_backward_hook_of_another_module_sees_eagers_gradient() -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
 def test_a_backward_hook_of_the_model_leaves_the_logits_to_be_read() -> None:
     results = []
-    for patch in (False, True):
-        model = widened(tiny_model())
+    for model in (widened(tiny_model()), apply_patch(widened(tiny_model()))):
         calls: list[Any] = []
         model.register_full_backward_hook(lambda *gradients, calls=calls: calls.append(gradients))
-        if patch:
-            apply_patch(model)
         loss, logits = call(model, tiny_batch(model), return_dict=False)[:2]
         (loss + logits.square().mean()).backward()
         assert len(calls) == 1
@@ -307,10 +303,7 @@ def test_an_optimizer_that_steps_within_the_backward_pass_trains_as_eager() -> N
         parameter.grad = None
 
     results = []
-    for patch in (False, True):
-        model = widened(tiny_model())
-        if patch:
-            apply_patch(model)
+    for model in (widened(tiny_model()), apply_patch(widened(tiny_model()))):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(descend)
         for seed in (0, 1):

@@ -11,9 +11,7 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import call, patched, step, widened
 
-from liger_patch import apply_patch, patch_status, registry
-
-ROWS = [row for row in registry.ARCHITECTURES if row.model_type in ("gemma2", "llama")]
+from liger_patch import apply_patch, patch_status
 
 
 def own_loss(logits: Tensor) -> Tensor:
@@ -69,9 +67,9 @@ def scaled_in_a_hook(head: nn.Module, arguments: Any, logits: Tensor) -> Tensor:
     return logits * 0.5
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.model_type)
-def test_a_hook_that_scales_the_logits_is_fused(row: registry.Architecture) -> None:
-    model = widened(tiny_model(row))
+@pytest.mark.parametrize("model_type", ["gemma2", "llama"])
+def test_a_hook_that_scales_the_logits_is_fused(model_type: str) -> None:
+    model = widened(tiny_model(model_type))
     model.lm_head.register_forward_hook(scaled_in_a_hook)
     truth = step(model, tiny_batch(model))
     with patched(model):

@@ -14,12 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.registry import available
 
 
 def llama(*, patched: bool = True) -> PreTrainedModel:
-    (row,) = (row for row in available() if row.model_type == "llama")
-    model = tiny_model(row)
+    model = tiny_model()
     return apply_patch(model, layers=False) if patched else model
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lora_models import LAYER, WAYS, Calls, batch_of, training_step
-from torch import Tensor
-from training_step import assert_right
+import training_step
+from lora_models import LAYER, WAYS, Calls, batch_of, peft
+from lora_models import training_step as lora_step
+from torch import Tensor, nn
+from training_step import assert_right, with_checkpoints
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.lora import not_plain
@@ -19,12 +21,32 @@ from liger_patch.layers.lora import not_plain
 def step(model: Any, *, autocast: bool = False) -> dict[str, Tensor]:
     """The loss of one batch and all gradients, by name."""
     ids = torch.arange(24).view(2, 12) % model.config.vocab_size
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), **gradients}
+    found = training_step.step(model, {"input_ids": ids, "labels": ids}, autocast=autocast)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_adapters(model: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each, std=0.2)
+    return model
+
+
+def check_checkpoints(model: Any, reentrant: bool) -> None:
+    truth = step(model)
+    assert_close(step(with_checkpoints(model, reentrant)), truth)
+
+
+def check_evaluation(quantized: Any, truth: Any) -> None:
+    """Generation, and logits without adapters."""
+    ids = torch.arange(5)[None]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found, expected = (each.generate(input_ids=ids, **how) for each in (quantized, truth))
+    assert torch.equal(found, expected)
+    with quantized.disable_adapter(), truth.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
@@ -46,12 +68,12 @@ def check_lora_step(
     """
     dtype, _, autocast = WAYS[way]
     model, batch, calls = apply_patch(copy.deepcopy(eager)), batch_of(eager), Calls(monkeypatch)
-    theirs = training_step(eager, batch, autocast=autocast)
+    theirs = lora_step(eager, batch, autocast=autocast)
     calls.clear()
-    ours = training_step(model, batch, autocast=autocast)
+    ours = lora_step(model, batch, autocast=autocast)
     assert calls.taken(model) == (LAYER * 2, [])
     assert not_plain(model) == {}
     assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
     assert_right(
-        ours, theirs, training_step(in_float64(eager), batch), torch.bfloat16 if autocast else dtype
+        ours, theirs, lora_step(in_float64(eager), batch), torch.bfloat16 if autocast else dtype
     )

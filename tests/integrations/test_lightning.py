@@ -11,13 +11,11 @@ from documents import blocks
 from tiny_models import tiny_batch, tiny_model
 from torch.utils.data import DataLoader
 
-from liger_patch import patch_status, registry
+from liger_patch import patch_status
 
 pytest.importorskip("lightning", reason="needs lightning")
 
 from lightning.pytorch import Callback, Trainer
-
-ROW = next(row for row in registry.available() if row.model_type == "llama")
 
 
 class Losses(Callback):
@@ -43,7 +41,7 @@ def class_in_the_docs() -> Any:
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_the_class_in_the_docs_trains_fused(precision: Any, tmp_path: Path) -> None:
-    plain = tiny_model(ROW)
+    plain = tiny_model()
     plain.save_pretrained(tmp_path)
     batch = tiny_batch(plain, batch=4)
     losses = Losses()

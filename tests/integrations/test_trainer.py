@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse
+from exactness import assert_no_worse, assert_same_bits
 from offloaded_models import offloaded
 from slow_cases import slow_but
 from tiny_models import Batch
@@ -134,9 +134,7 @@ def test_offloaded_checkpoints_train_bitwise_as_plain_ones(
         offload = offloaded(model) if is_offloaded else None
         results.append(train(model, tmp_path, **options))
     assert str(offload).startswith("1 layer inputs")
-    plain, ours = results
-    assert plain.keys() == ours.keys()
-    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -154,9 +152,7 @@ def test_resumed_training_is_bitwise_uninterrupted_training(bf16: bool, tmp_path
     assert_fused(resumed.model)
     assert len(losses(whole)) == 4
     assert losses(resumed) == losses(whole)
-    expected = whole.model.state_dict()
-    for name, value in resumed.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def without_labels(samples: list[Batch]) -> list[Batch]:
@@ -180,4 +176,4 @@ def test_steps_without_a_label_leave_the_weights_alone(bf16: bool, tmp_path: Pat
     assert_fused(model)
     assert losses(trainer) == [0.0, 0.0, 0.0]
     assert trainer.evaluate()["eval_loss"] == 0.0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_bits(model.state_dict(), before)

@@ -23,7 +23,7 @@ from lora_models import (
 )
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_step import assert_right, call
+from training_step import assert_right, step
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.lora import not_plain
@@ -68,13 +68,7 @@ def test_other_tuners_and_modules(name: str) -> None:
     assert not_plain(model) == others
     for reason, count in others.items():
         assert f"{count} in PEFT's own forward: {reason}" in str(patch_status(model))
-    results = []
-    for each in (eager, model):
-        loss = call(each.train(), batch).loss
-        loss.backward()
-        grads = {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
-        results.append({"loss": loss.detach(), **grads})
-    truth, ours = results
+    truth, ours = (step(each.train(), batch) for each in (eager, model))
     assert any(value is not None and value.any() for name, value in truth.items() if name != "loss")
     assert_no_worse(ours, truth, truth, torch.float32)
     assert patch_status(model).fused

@@ -4,6 +4,7 @@ are the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from attention_models import (
     make_model,
 )
 from attention_models import served_calls as served_calls
+from torch import Tensor
 from training_step import assert_right, step, widened
 from transformers import (
     AutoModelForCausalLM,
@@ -102,19 +104,41 @@ def test_recurrent_layers_see_padding_on_the_left(kind: str, calls: Calls) -> No
     assert (calls.flash, calls.own) == ([], [kind == "padded left"])
 
 
-USES_OF_PADDING = {
-    "a label behind padding": {"token": 29},  # the last padded token predicts token 30
-    "a padded label": {"token": 35},
-    "a label behind padding on the left": {"first": 10},
-    "no labels": {"labels": None},
-    "own logits": {"environment": "LIGER_PATCH_RETURN_LOGITS"},
-    "not tested": {"tested": False},
-    "a router": {"config": "output_router_logits"},
-    "a router, asked for": {"argument": "output_router_logits"},
-    "hidden states": {"argument": "output_hidden_states"},
-    "logits in the loss": {"config": "z_loss_coefficient"},
-    "several devices": {"devices": {"model": "cpu", "lm_head": "meta"}},
-    "a mask of the caller's": {"dimensions": 4},
+def _labelled(token: int, kept: Callable[[Tensor, int], Tensor], label: int) -> Any:
+    def change(model: Any, batch: dict[str, Any]) -> None:
+        batch["attention_mask"][1] = kept(torch.arange(TOKENS), token)
+        batch["labels"][1, label] = 7
+
+    return change
+
+
+def _configured(**values: Any) -> Any:
+    return lambda model, batch: model.config.update(values)
+
+
+def _untested(model: Any, batch: dict[str, Any]) -> None:
+    record = record_of(model)
+    assert record is not None
+    record.tested, record.compared = False, "before"
+
+
+USES_OF_PADDING: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "a label behind padding": _labelled(29, torch.lt, 30),  # which the last padded token predicts
+    "a padded label": _labelled(35, torch.lt, 36),
+    "a label behind padding on the left": _labelled(10, torch.ge, 10),
+    "no labels": lambda _, batch: batch.pop("labels"),
+    "own logits": lambda *_: None,
+    "not tested": _untested,
+    "a router": _configured(output_router_logits=0.1),
+    "a router, asked for": lambda _, batch: batch.update(output_router_logits=True),
+    "hidden states": lambda _, batch: batch.update(output_hidden_states=True),
+    "logits in the loss": _configured(z_loss_coefficient=0.1),
+    "several devices": lambda model, _: setattr(
+        model, "hf_device_map", {"model": "cpu", "lm_head": "meta"}
+    ),
+    "a mask of the caller's": lambda _, batch: batch.update(
+        attention_mask=causal_mask(batch["attention_mask"])
+    ),
 }
 
 
@@ -124,31 +148,10 @@ def test_padding_whose_results_may_be_used_keeps_its_mask(
     kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = apply_patch(make_model("llama"), layers=["attention"]), make_batch("padded")
-    options: dict[str, Any] = {}
-    match USES_OF_PADDING[kind]:
-        case {"token": place}:
-            batch["attention_mask"][1] = torch.arange(TOKENS) < place
-            batch["labels"][1, place + 1] = 7
-        case {"first": place}:
-            batch["attention_mask"][1] = torch.arange(TOKENS) >= place
-            batch["labels"][1, place] = 7
-        case {"labels": None}:
-            del batch["labels"]
-        case {"environment": name}:
-            monkeypatch.setenv(name, "1")
-        case {"tested": False}:
-            record = record_of(model)
-            assert record is not None
-            record.tested, record.compared = False, "before"
-        case {"config": name}:
-            setattr(model.config, name, 0.1)
-        case {"argument": name}:
-            options[name] = True
-        case {"devices": devices}:
-            model.hf_device_map = devices
-        case {"dimensions": 4}:
-            batch["attention_mask"] = causal_mask(batch["attention_mask"])
-    model(**batch, **options)
+    if kind == "own logits":
+        monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    USES_OF_PADDING[kind](model, batch)
+    model(**batch)
     assert (calls.flash, calls.own) == ([], [True, True])
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from dequantized_steps import assert_close, step
+from dequantized_steps import assert_close, check_checkpoints, check_evaluation, step, with_adapters
 from exactness import assert_no_worse
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -42,14 +42,8 @@ def base(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
     return model.to(dtype).train()
 
 
-def with_adapters(model: Any, **options: Any) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(**{"r": 16, "target_modules": "all-linear", **options})
-    model = get_peft_model(model, config)
-    for name, each in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(each, std=0.2)
-    return model
+def adapted(model: Any, **options: Any) -> Any:
+    return with_adapters(model, **{"r": 16, "target_modules": "all-linear", **options})
 
 
 def held(model: nn.Module) -> dict[str, Fp8Linear]:
@@ -68,9 +62,9 @@ def dequantized(model: Any, quantized: Any) -> Any:
 @pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
 @pytest.mark.parametrize("comes", ["before", "behind"])
 def test_a_step_is_that_of_the_dequantized_weights(comes: str, layers: Any) -> None:
-    model = with_adapters(base())
+    model = adapted(base())
     if comes == "before":
-        quantized = with_adapters(quantize_base(base()))
+        quantized = adapted(quantize_base(base()))
     else:
         quantized = quantize_base(copy.deepcopy(model))
     truth = step(dequantized(model, quantized))
@@ -86,7 +80,7 @@ def test_a_step_is_that_of_the_dequantized_weights(comes: str, layers: Any) -> N
 
 @pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
 def test_under_autocast_it_is_no_worse_than_eager(layers: Any) -> None:
-    model = with_adapters(base(torch.bfloat16))
+    model = adapted(base(torch.bfloat16))
     quantized = apply_patch(quantize_base(copy.deepcopy(model)), layers=layers)
     model = dequantized(model, quantized)
     eager = step(model, autocast=True)
@@ -99,31 +93,19 @@ def test_under_autocast_it_is_no_worse_than_eager(layers: Any) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("layers", [False, ["lora", "gated"]], ids=["", "kernels"])
 def test_checkpoints_give_the_same(layers: Any, reentrant: bool) -> None:
-    model = apply_patch(quantize_base(with_adapters(base())), layers=layers)
-    truth = step(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_close(step(model), truth)
+    model = apply_patch(quantize_base(adapted(base())), layers=layers)
+    check_checkpoints(model, reentrant)
 
 
 def test_without_adapters_and_with_disabled_ones() -> None:
-    model = with_adapters(base()).eval()
+    model = adapted(base()).eval()
     quantized = apply_patch(quantize_base(copy.deepcopy(model)), layers=["lora", "gated"])
-    truth = dequantized(model, quantized)
-    ids = torch.arange(5)[None]
-    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        quantized.generate(input_ids=ids, **how), truth.generate(input_ids=ids, **how)
-    )
-    with quantized.disable_adapter(), truth.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
+    check_evaluation(quantized, dequantized(model, quantized))
 
 
 def test_its_own_forward_has_the_gradients_of_input_and_bias() -> None:
     torch.manual_seed(0)
-    plain = nn.Linear(32, 48).double()
-    holder = base(num_hidden_layers=1)
-    layer: Any = quantize_base(holder).model.layers[0].self_attn.q_proj
+    layer: Any = quantize_base(base(num_hidden_layers=1)).model.layers[0].self_attn.q_proj
     plain = nn.Linear(32, 64, dtype=torch.float64)
     plain.weight.data = layer.held(torch.float64).dequantized()
     plain.bias.data = layer.bias.data.double()
@@ -156,9 +138,7 @@ def test_which_layers_are_held() -> None:
     model: Any = Qwen3MoeForCausalLM(config)
     model.model.layers[0].mlp.router = nn.Linear(32, 16)
     model.model.layers[0].mlp.odd = nn.Linear(32, 24)
-    names = held(
-        quantize_base(with_adapters(model, target_modules=["q_proj", "o_proj", "lm_head"]))
-    )
+    names = held(quantize_base(adapted(model, target_modules=["q_proj", "o_proj", "lm_head"])))
     short = sorted(name.removeprefix("base_model.model.model.layers.") for name in names)
     attention = [
         "self_attn.k_proj",
@@ -171,7 +151,7 @@ def test_which_layers_are_held() -> None:
 
 
 def test_layers_that_train_are_left() -> None:
-    model = with_adapters(base(), target_modules=["q_proj"], modules_to_save=["o_proj"])
+    model = adapted(base(), target_modules=["q_proj"], modules_to_save=["o_proj"])
     names = {name.rpartition("self_attn.")[2] for name in held(quantize_base(model))}
     assert "o_proj.modules_to_save.default" not in names
     assert {"q_proj.base_layer", "k_proj", "v_proj"} <= names
@@ -189,7 +169,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 def test_copies_and_casts_have_the_same_numbers(copied: Callable[[Any], Any]) -> None:
-    model = quantize_base(with_adapters(base()))
+    model = quantize_base(adapted(base()))
     expected = {
         name: layer.held(torch.float32).dequantized() for name, layer in held(model).items()
     }
@@ -198,14 +178,14 @@ def test_copies_and_casts_have_the_same_numbers(copied: Callable[[Any], Any]) ->
 
 
 def test_adapters_are_saved_and_resumed(tmp_path: Path) -> None:
-    model = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    model = apply_patch(quantize_base(adapted(base())), layers=["lora", "gated"])
     truth = step(model)
     model.save_pretrained(tmp_path / "adapters")
     again = PeftModel.from_pretrained(
         quantize_base(base()), tmp_path / "adapters", is_trainable=True
     )
     assert_close(step(apply_patch(again, layers=["lora", "gated"])), truth)
-    fresh = quantize_base(with_adapters(base()))
+    fresh = quantize_base(adapted(base()))
     for each in fresh.parameters():
         each.data.zero_()
     fresh.load_state_dict(model.state_dict())
@@ -224,7 +204,7 @@ MERGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("merge", MERGES.values(), ids=MERGES)
 def test_what_changes_or_reads_the_weight_is_an_error(merge: Callable[[Any], Any]) -> None:
-    model = quantize_base(with_adapters(base()))
+    model = quantize_base(adapted(base()))
     before = {name: each.clone() for name, each in model.state_dict().items()}
     with pytest.raises(RuntimeError, match="weight is held in FP8 by quantize_base"):
         merge(model)
@@ -233,7 +213,7 @@ def test_what_changes_or_reads_the_weight_is_an_error(merge: Callable[[Any], Any
 
 
 def test_unload_gives_the_layers_back() -> None:
-    model = with_adapters(base())
+    model = adapted(base())
     quantized = quantize_base(copy.deepcopy(model))
     truth = dequantized(model, quantized).unload()
     ids = torch.arange(5)[None]
@@ -245,9 +225,9 @@ def test_unload_gives_the_layers_back() -> None:
 
 def test_a_moved_model_reads_its_new_tensors() -> None:
     """Decisions of the last call are kept: not the tensors of then."""
-    model = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    model = apply_patch(quantize_base(adapted(base())), layers=["lora", "gated"])
     step(model)
-    other = apply_patch(quantize_base(with_adapters(base())), layers=["lora", "gated"])
+    other = apply_patch(quantize_base(adapted(base())), layers=["lora", "gated"])
     for layer in held(other).values():
         layer.scales = (layer.held(torch.float32).scales * 2).view(torch.int32)
         layer.qweight = nn.Parameter(layer.qweight.flip(1), requires_grad=False)
@@ -258,13 +238,13 @@ def test_a_moved_model_reads_its_new_tensors() -> None:
 
 
 def test_status_names_what_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(quantize_base(with_adapters(base())))
+    model = apply_patch(quantize_base(adapted(base())))
     assert "14 linear in FP8, which rounds weights\n" in str(patch_status(model))
     monkeypatch.setattr(fp8, "has_fp8", lambda _: True)
     assert "weights, and in bf16 activations and gradients, a row at a time" in str(
         patch_status(model)
     )
-    assert "FP8" not in str(patch_status(apply_patch(with_adapters(base()))))
+    assert "FP8" not in str(patch_status(apply_patch(adapted(base()))))
 
 
 def test_what_cannot_be_held_is_an_error() -> None:
@@ -285,7 +265,7 @@ def test_a_step_on_a_gpu_is_near_that_of_the_dequantized_weights() -> None:
     if not fp8.has_fp8(torch.device("cuda")):
         pytest.skip("needs a GPU that multiplies e4m3")
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
-    model = with_adapters(base(torch.bfloat16, **sizes))
+    model = adapted(base(torch.bfloat16, **sizes))
     quantized = quantize_base(copy.deepcopy(model), device="cuda").to("cuda")
     truth_model = dequantized(model.to("cuda"), quantized)
     ids = (torch.arange(512, device="cuda").view(2, 256) * 7) % 96

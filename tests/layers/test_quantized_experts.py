@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from dequantized_steps import assert_close, step
-from exactness import assert_no_worse
+from dequantized_steps import assert_close, check_checkpoints, check_evaluation, step, with_adapters
+from exactness import assert_no_worse, assert_same_bits
 from torch import Tensor, nn
 
 pytest.importorskip("bitsandbytes")
@@ -64,12 +64,7 @@ def mixture(kind: str, dtype: torch.dtype = torch.float32, size: int = 32) -> An
 
 
 def adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(**LORA))
-    for name, each in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(each, std=0.2)
-    return model
+    return with_adapters(model, **LORA)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -108,23 +103,13 @@ def test_a_step_is_that_of_the_dequantized_weights(
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_give_the_same(reentrant: bool) -> None:
     model = apply_patch(quantize_experts(adapted(mixture("qwen3_moe")), "cpu"))
-    truth = step(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_close(step(model), truth)
+    check_checkpoints(model, reentrant)
 
 
 def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights() -> None:
     model = adapted(mixture("qwen3_moe")).eval()
     quantized = apply_patch(quantize_experts(copy.deepcopy(model), "cpu"))
-    truth = dequantized(model, quantized)
-    ids = torch.arange(5)[None]
-    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(
-        quantized.generate(input_ids=ids, **how), truth.generate(input_ids=ids, **how)
-    )
-    with quantized.disable_adapter(), truth.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(quantized(ids).logits, truth(ids).logits, rtol=1e-4, atol=1e-4)
+    check_evaluation(quantized, dequantized(model, quantized))
 
 
 def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized(tmp_path: Path) -> None:
@@ -153,8 +138,7 @@ def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized(tmp_path: Path) -> 
             own = state[f"model.layers.{i}.mlp.experts.{name}_scales"]
             assert torch.equal(layer.in_4_bits[name].rows.scales, own)
     truth, ours = (step(apply_patch(each.train())) for each in (model, quantized))
-    assert ours.keys() == truth.keys()
-    assert all(torch.equal(ours[name], value) for name, value in truth.items())
+    assert_same_bits(ours, truth)
 
 
 @pytest.mark.parametrize(("how", "at_most"), [({}, 0.54), (HOW["mxfp4"], 0.53125)], ids=str)

@@ -4,6 +4,7 @@ results of real tokens are the model's own; where it cannot be, the batch stays 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,25 +110,9 @@ def _hook(model: Any, batch: dict[str, Any]) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
 
 
-def _own_positions(model: Any, batch: dict[str, Any]) -> None:
-    batch["position_ids"] = torch.arange(40).expand(5, 40)
-
-
-def _little_padding(model: Any, batch: dict[str, Any]) -> None:
-    batch.update(make_batch([(0, 40), (0, 37), (0, 40)]))
-
-
 def _positions_of_a_length(model: Any, batch: dict[str, Any]) -> None:
     model.config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
-
-
-def _of_scaled_queries(model: Any, batch: dict[str, Any]) -> None:
-    model.config.rope_parameters |= {"llama_4_scaling_beta": 0.1}
-
-
-def _noise(model: Any, batch: dict[str, Any]) -> None:
-    model.get_input_embeddings().neftune_noise_alpha = 5.0
 
 
 def _forward(model: Any, batch: dict[str, Any]) -> None:
@@ -136,39 +121,46 @@ def _forward(model: Any, batch: dict[str, Any]) -> None:
     mlp.forward = lambda x: own(x)
 
 
-KEPT = {
-    "noise of NEFTune": _noise,
+def _with(**values: Any) -> Any:
+    """Give the batch these."""
+    return lambda model, batch: batch.update(values)
+
+
+def _configured(**values: Any) -> Any:
+    return lambda model, batch: model.config.update(values)
+
+
+KEPT: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "noise of NEFTune": lambda model, _: setattr(
+        model.get_input_embeddings(), "neftune_noise_alpha", 5.0
+    ),
     "a forward of a user": _forward,
-    "a backward hook of a user": lambda model, batch: model.model.layers[
-        0
-    ].register_full_backward_hook(lambda *_: None),
+    "a backward hook of a user": lambda model, _: model.model.layers[0].register_full_backward_hook(
+        lambda *_: None
+    ),
     "padding between tokens": _hole,
     "a hook of a user": _hook,
-    "positions of the caller": _own_positions,
-    "a cache": lambda model, batch: batch.update(use_cache=True),
-    "little padding": _little_padding,
+    "positions of the caller": _with(position_ids=torch.arange(40).expand(5, 40)),
+    "a cache": _with(use_cache=True),
+    "little padding": _with(**make_batch([(0, 40), (0, 37), (0, 40)])),
     "positions of a length": _positions_of_a_length,
-    "queries scaled by position": _of_scaled_queries,
-    "a cache by the configuration": lambda model, batch: setattr(model.config, "use_cache", True),
-    "values of another size": lambda model, batch: setattr(
+    "queries scaled by position": lambda model, _: model.config.rope_parameters.update(
+        llama_4_scaling_beta=0.1
+    ),
+    "a cache by the configuration": _configured(use_cache=True),
+    "values of another size": lambda model, _: setattr(
         model.model.layers[0].self_attn, "v_head_dim", 4
     ),
-    "a compiled layer": lambda model, batch: model.model.layers[0].compile(backend="eager"),
-    "eager attention": lambda model, batch: model.set_attn_implementation("eager"),
-    "chunks": lambda model, batch: setattr(model.config, "layer_types", ["chunked_attention"] * 2),
-    "layers of an unknown kind": lambda model, batch: setattr(
-        model.config, "layer_types", ["linear"] * 2
-    ),
-    "keys of an index": lambda model, batch: setattr(
-        model.config, "layer_types", ["full_attention", "indexed_attention"]
-    ),
-    "blocks of keys": lambda model, batch: setattr(
-        model.config, "layer_types", ["full_attention", "minimax_m3_sparse"]
-    ),
-    "a softcap": lambda model, batch: setattr(model.config, "attn_logit_softcapping", 30.0),
-    "attention to both sides": lambda model, batch: setattr(model.config, "is_causal", False),
-    "no padding": lambda model, batch: batch.update(make_batch([(0, 40)] * 3)),
-    "no mask": lambda model, batch: batch.update(attention_mask=None),
+    "a compiled layer": lambda model, _: model.model.layers[0].compile(backend="eager"),
+    "eager attention": lambda model, _: model.set_attn_implementation("eager"),
+    "chunks": _configured(layer_types=["chunked_attention"] * 2),
+    "layers of an unknown kind": _configured(layer_types=["linear"] * 2),
+    "keys of an index": _configured(layer_types=["full_attention", "indexed_attention"]),
+    "blocks of keys": _configured(layer_types=["full_attention", "minimax_m3_sparse"]),
+    "a softcap": _configured(attn_logit_softcapping=30.0),
+    "attention to both sides": _configured(is_causal=False),
+    "no padding": _with(**make_batch([(0, 40)] * 3)),
+    "no mask": _with(attention_mask=None),
     "embeddings": lambda model, batch: batch.update(
         inputs_embeds=model.model.embed_tokens(batch.pop("input_ids")).detach()
     ),

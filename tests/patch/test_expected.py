@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
+from training_step import step
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.kernels.head import labels as labels_module
@@ -34,13 +35,6 @@ def make_models() -> tuple[Any, Any]:
     return apply_patch(tiny_model(), layers=False), tiny_model()
 
 
-def results(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
-
-
 def before_layers(model: Any, act: Callable[[], object]) -> None:
     def hook(*_: Any) -> None:
         act()
@@ -61,7 +55,7 @@ def test_labels_are_counted_once_before_the_model_runs(option: str, counts: list
         batch["num_items_in_batch"] = 5
     seen: list[int] = []
     before_layers(model, lambda: seen.append(len(counts)))
-    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    torch.testing.assert_close(step(model, batch), step(unpatched, batch))
     assert patch_status(model).fused
     assert (seen, counts) == ([1], [batch["labels"].numel()])
 
@@ -73,7 +67,7 @@ def test_labels_that_change_while_the_model_runs(counts: list[int]) -> None:
     for each, batch in zip((model, unpatched), batches, strict=True):
         before_layers(each, lambda batch=batch: batch["labels"][:, 3:].fill_(-100))
     ours, expected = (
-        results(each, batch) for each, batch in zip((model, unpatched), batches, strict=True)
+        step(each, batch) for each, batch in zip((model, unpatched), batches, strict=True)
     )
     torch.testing.assert_close(ours, expected)
     assert len(counts) == 2
@@ -91,7 +85,7 @@ def test_a_loss_that_ignores_another_label(counts: list[int]) -> None:
 
     for each in (model, unpatched):
         before_layers(each, lambda each=each: ignore_7(each))
-    torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+    torch.testing.assert_close(step(model, batch), step(unpatched, batch))
     assert len(counts) == 2
 
 
@@ -105,7 +99,7 @@ def test_nothing_is_counted_where_nothing_is_to_be_read(
     if option != "inference_mode":
         monkeypatch.setenv(option, "1")
         batch = tiny_batch(model)
-        torch.testing.assert_close(results(model, batch), results(unpatched, batch))
+        torch.testing.assert_close(step(model, batch), step(unpatched, batch))
     else:
         with torch.inference_mode():
             batch = {name: value.clone() for name, value in tiny_batch(model).items()}

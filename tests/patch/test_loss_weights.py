@@ -19,7 +19,7 @@ from packed_samples import (
 )
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from training_step import Step, call, gradients, patched
+from training_step import Step, call, gradients, patched, step
 from transformers import PreTrainedModel
 from untested_classes import NOTICE, Tomorrow
 from untested_classes import make_model as make_own_model
@@ -74,8 +74,7 @@ def test_the_loss_is_the_weighted_mean(
     if ordinary:
         monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     with patched(model):
-        loss = call(model, batch, loss_weights=weights_beside(batch)).loss
-        found = {"loss": loss.detach(), **gradients(model, loss)}
+        found = step(model, batch, loss_weights=weights_beside(batch))
         assert patch_status(model).fused is not ordinary
     torch.testing.assert_close(found, truth)
 
@@ -138,8 +137,8 @@ def test_weights_beside_shift_labels_are_theirs() -> None:
     weights = pad(weights_beside(batch)[:, 1:], (0, 1))
     targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     with patched(model):
-        loss = call(model, {**batch, "shift_labels": targets}, loss_weights=weights).loss
-    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+        found = step(model, {**batch, "shift_labels": targets}, loss_weights=weights)
+    torch.testing.assert_close(found, truth)
 
 
 class ShiftsLabels(Tomorrow):
@@ -170,8 +169,8 @@ def test_weights_follow_labels_of_which_a_model_makes_shift_labels() -> None:
     weights = weights_beside(batch)
     apply_patch(model, layers=False)
     with pytest.warns(UserWarning, match=NOTICE):
-        loss = call(model, batch, loss_weights=weights).loss
-    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
+        found = step(model, batch, loss_weights=weights)
+    torch.testing.assert_close(found, truth)
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
