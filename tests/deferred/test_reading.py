@@ -1,4 +1,6 @@
-"""Reading deferred logits: whatever is asked of them, the answer is that of the eager logits."""
+"""Reading deferred logits: whatever is asked of them or of the outputs that hold them, by whatever
+index, the answer is that of the eager logits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_logits import assert_same, outcome, outputs_of, unlike
+from eager_logits import MASK, assert_same, outcome, outputs_of, unlike
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
@@ -177,3 +179,100 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
         traced = torch.jit.trace(Loss(apply_patch(model)), arguments, check_trace=False)
         torch.testing.assert_close(traced(*arguments), expected)
     assert patch_status(model).reason == "torch.jit.trace records the forward pass"
+
+
+OUTPUTS: dict[str, Callable[[Any], Any]] = {
+    "key": lambda outputs: outputs["logits"],
+    "position": lambda outputs: outputs[1],
+    "to_tuple": lambda outputs: outputs.to_tuple()[:2],
+    "keys": lambda outputs: [name for name in outputs if name != "past_key_values"],
+    "dict": lambda outputs: dict(outputs)["logits"],
+    "type": lambda outputs: type(outputs).__name__,
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_output_class_holds_the_logits(name: str) -> None:
+    ours, expected = OUTPUTS[name](outputs_of(True)), OUTPUTS[name](outputs_of(False))
+    assert_close_losses(ours, expected)
+
+
+def assert_close_losses(ours: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor) and expected.dim() == 0:
+        torch.testing.assert_close(ours, expected)
+    elif isinstance(expected, (tuple, list)):
+        for one, other in zip(ours, expected, strict=True):
+            assert_close_losses(one, other)
+    else:
+        assert_same(ours, expected)
+
+
+def test_a_tuple_of_outputs_holds_the_logits() -> None:
+    ours, expected = (outputs_of(patch, return_dict=False) for patch in (True, False))
+    assert type(ours) is tuple
+    assert not ours[1].is_computed
+    assert_close_losses(ours[:2], expected[:2])
+
+
+def test_other_outputs_are_eagers() -> None:
+    ours, expected = (outputs_of(patch, output_hidden_states=True) for patch in (True, False))
+    assert not ours.logits.is_computed
+    assert list(ours) == list(expected)
+    assert_same(ours.hidden_states, expected.hidden_states)
+
+
+def test_outputs_can_be_pickled_and_copied() -> None:
+    expected = outputs_of(False).logits.detach()
+    with torch.no_grad():
+        outputs = outputs_of(True)
+    for again in (pickle.loads(pickle.dumps(outputs)), copy.deepcopy(outputs)):
+        assert type(again.logits) is Tensor
+        assert torch.equal(again.logits, expected)
+
+
+INDICES: dict[str, Any] = {
+    "int": 0,
+    "ints": (1, 2),
+    "slice": slice(1, None),
+    "three slices": (slice(None), slice(None, -1), slice(None)),
+    "slice of the vocabulary": (slice(None), slice(None), slice(0, 7)),
+    "one word": (slice(None), slice(None), 5),
+    "ellipsis, last": (..., -1),
+    "ellipsis, slice": (..., slice(None, -1)),
+    "ellipsis, rows": (..., slice(None, -1), slice(None)),
+    "row, ellipsis": (1, ...),
+    "three ints, ellipsis": (1, 2, 3, ...),
+    "row, ellipsis, all": (1, ..., slice(None)),
+    "None": None,
+    "slice, None": (slice(None), None),
+    "bool tensor": torch.tensor(True),
+    "mask of tokens": MASK,
+    "mask of sequences": torch.tensor([True, False]),
+    "mask, all": (MASK, slice(None)),
+    "mask, word": (MASK, 5),
+    "mask of the vocabulary": (..., torch.arange(V) % 2 == 0),
+    "mask of all": torch.arange(2 * 9 * V).view(2, 9, V) % 3 == 0,
+    "row, mask": (1, MASK[0]),
+    "empty mask": torch.zeros_like(MASK),
+    "indices": torch.tensor([1, 0, 1]),
+    "pairs of indices": (torch.tensor([0, 1]), torch.tensor([3, 4])),
+    "three of indices": (torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([5, 6])),
+    "list": [1, 0],
+    "last of each": (torch.arange(2), torch.tensor([5, 7])),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_is_eagers(deferred: DeferredLogits, eager: Tensor, name: str) -> None:
+    index = INDICES[name]
+    ours, expected = outcome(lambda: deferred[index]), outcome(lambda: eager[index])
+    assert_same(ours, expected)
+    if isinstance(expected, Tensor):
+        assert_same(ours * 2, expected * 2)
+    assert_same(outcome(lambda: (deferred + 0)[index]), expected)
+
+
+@pytest.mark.parametrize("index", [5, (0, 99), (0, 0, V), (0, 0, 0, 0), "word", 1.5])
+def test_an_index_that_is_an_error_stays_one(deferred: DeferredLogits, index: Any) -> None:
+    with pytest.raises((IndexError, TypeError)):
+        deferred[index] + 0

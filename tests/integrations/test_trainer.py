@@ -1,17 +1,24 @@
-"""transformers.Trainer trains, saves and resumes a patched model as an eager one."""
+"""transformers.Trainer trains, evaluates, saves and resumes a patched model as an eager one; losses
+of a trainer's own read its logits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import assert_no_worse, assert_same_bits
 from offloaded_models import offloaded
 from slow_cases import slow_but
 from tiny_models import Batch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from trainer_runs import (
+    LENGTH,
     MODEL_TYPES,
     assert_fused,
     assert_same_training,
@@ -22,10 +29,11 @@ from trainer_runs import (
     make_trainer,
     train,
 )
+from trainers import LargestTensor
 from training_step import assert_right, widened
 from transformers import Trainer, TrainingArguments
 
-from liger_patch import apply_patch
+from liger_patch import apply_patch, patch_status
 
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
 
@@ -177,3 +185,142 @@ def test_steps_without_a_label_leave_the_weights_alone(bf16: bool, tmp_path: Pat
     assert losses(trainer) == [0.0, 0.0, 0.0]
     assert trainer.evaluate()["eval_loss"] == 0.0
     assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_training_and_loss_only_evaluation_hold_no_logits(
+    model_type: str, bf16: bool, tmp_path: Path
+) -> None:
+    largest = {}
+    for patch, model in enumerate(eager_and_patched(model_type)):
+        # wide batches: their logits are larger than any weight
+        sizes = {"per_device_train_batch_size": 10, "per_device_eval_batch_size": 10}
+        trainer = make_trainer(model, tmp_path, bf16=bf16, **sizes)
+        for part in (trainer.train, trainer.evaluate):
+            with LargestTensor() as seen:
+                part()
+            largest[patch, part.__name__] = seen.elements
+    logits = 10 * LENGTH * model.config.vocab_size
+    assert {name for name, elements in largest.items() if elements >= logits} == {
+        (0, "train"),
+        (0, "evaluate"),
+    }
+    assert_fused(model)
+
+
+def test_evaluation_between_the_steps_leaves_training_alone(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "compute_metrics": lambda _: {}}
+    assert_fused(assert_same_training("gemma2", tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"bf16": True}, id="bf16"),
+        pytest.param({"bf16_full_eval": True}, id="bf16_full_eval"),
+        pytest.param({"eval_accumulation_steps": 1}, id="eval_accumulation_steps"),
+        pytest.param({"batch_eval_metrics": True}, id="batch_eval_metrics"),
+        pytest.param({"include_for_metrics": ["inputs", "loss"]}, id="include_for_metrics"),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_compute_metrics_gets_eagers_logits(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    seen: tuple[list[Any], list[Any]] = [], []
+    for model, into in zip(eager_and_patched(model_type, layers=False), seen, strict=True):
+        trainer = make_trainer(
+            model,
+            tmp_path,
+            compute_metrics=lambda p, compute_result=True, into=into: (
+                into.append(p.predictions) or {}
+            ),
+            **options,
+        )
+        trainer.evaluate()
+    assert len(seen[1]) > 0
+    for eager, ours in zip(*seen, strict=True):
+        assert isinstance(ours, type(eager))
+        assert np.array_equal(ours, eager)
+    assert_fused(model)
+
+
+WITHOUT_LABELS = "liger_patch .* called without labels"
+
+
+def shifted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits[..., :-1, :].contiguous()
+    return cross_entropy(logits.view(-1, logits.shape[-1]), labels[..., 1:].reshape(-1))
+
+
+def cross_entropy_of_logits(model, inputs):
+    outputs = model(**inputs)
+    return shifted_cross_entropy(outputs.logits, inputs["labels"]), outputs
+
+
+def cross_entropy_of_a_call_without_labels(model, inputs):
+    labels = inputs.pop("labels")
+    outputs = model(**inputs)
+    return shifted_cross_entropy(outputs.logits, labels), outputs
+
+
+def models_loss_and_a_penalty_on_logits(model, inputs):
+    outputs = model(**inputs)
+    return outputs.loss + 0.1 * outputs.logits.float().logsumexp(-1).square().mean(), outputs
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        cross_entropy_of_logits,
+        cross_entropy_of_a_call_without_labels,
+        models_loss_and_a_penalty_on_logits,
+    ],
+)
+@pytest.mark.filterwarnings(f"ignore:{WITHOUT_LABELS}:UserWarning")
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
+def test_a_trainers_own_compute_loss_trains_as_eager(
+    model_type: str, loss_of: Callable, tmp_path: Path
+) -> None:
+    class OwnLoss(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = loss_of(model, inputs)
+            return (loss, outputs) if return_outputs else loss
+
+    assert_same_training(model_type, tmp_path, trainer_class=OwnLoss)
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    assert type(outputs["logits"]) is Tensor  # a call without labels is not touched
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    loss = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"label_smoothing_factor": 0.1}, id="label_smoothing_factor"),
+        pytest.param({"compute_loss_func": own_loss}, id="compute_loss_func"),
+    ],
+)
+@pytest.mark.parametrize("model_type", slow_but(["gemma2"], ["llama", "gemma2"]))
+def test_losses_outside_the_model_train_as_eager(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """And say so, once."""
+    with pytest.warns(UserWarning, match=WITHOUT_LABELS) as said:
+        model = assert_same_training(model_type, tmp_path, gradient_accumulation_steps=2, **options)
+    assert len([each for each in said if "liger_patch" in str(each.message)]) == 1
+    assert "without labels" in (patch_status(model).reason or "")
+
+
+def test_a_fused_loss_is_demanded_of_a_trainer_that_computes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
+    trainer = make_trainer(apply_patch(make_model()), tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(RuntimeError, match=r"apply_patch\(label_smoothing=...\)"):
+        trainer.train()
