@@ -3,7 +3,7 @@ several files.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +122,29 @@ def model() -> Any:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """A function that replaces ``owner.name`` by one that also notes its calls: their positional
+    arguments, or what ``note`` makes of all.
+    """
+
+    def record(
+        owner: Any, name: str, note: Callable[..., Any] = lambda *args, **_: args
+    ) -> list[Any]:
+        own, noted = getattr(owner, name), []
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            noted.append(note(*args, **kwargs))
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, function)
+        return noted
+
+    return record
+
+
+@pytest.fixture
+def reads(record: Callable[..., list[Any]]) -> list[Any]:
     """The deferred logits that somebody has read."""
     from liger_patch.deferred.tensor import DeferredLogits
 
-    read: list[Any] = []
-    real_logits = DeferredLogits.real_logits
-
-    def recorded(self: DeferredLogits) -> torch.Tensor:
-        read.append(self)
-        return real_logits(self)
-
-    monkeypatch.setattr(DeferredLogits, "real_logits", recorded)
-    return read
+    return record(DeferredLogits, "real_logits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,18 +198,12 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     targets: Sequence[str],
     use_reentrant: bool,
     monkeypatch: pytest.MonkeyPatch,
+    record: Callable[..., list[int]],
 ) -> None:
     """With adapters, and without. On three batches: the largest error of one is luck."""
-    runs: list[int] = []
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
-    result = gated_mlp._result_of_slices
-
-    def counted(x: Any, layer: Any, slices: Any, *others: Any) -> Any:
-        runs.append(len(slices))
-        return result(x, layer, slices, *others)
-
-    monkeypatch.setattr(gated_mlp, "_result_of_slices", counted)
+    runs = record(gated_mlp, "_result_of_slices", lambda x, layer, slices, *_: len(slices))
 
     def make() -> nn.Module:
         model = peft.prepare_model_for_kbit_training(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
 
 from liger_patch import apply_patch
-from liger_patch.deferred.fuse import fused_log_probs
 from liger_patch.integrations import metrics
 from liger_patch.integrations.metrics import compute_metrics, preprocess_logits_for_metrics
 
@@ -84,15 +84,10 @@ def test_what_does_not_fit_is_named() -> None:
         preprocess_logits_for_metrics((nothing,), torch.zeros(2, 3))
 
 
-def test_the_models_budget_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_budget_of_logits_is_kept(record: Callable[..., list[Any]]) -> None:
     model = apply_patch(tiny_model(), chunk_mib=3)
-    batch, given = tiny_batch(model), []
-
-    def noting(*args: Any, chunk_mib: float | None, **how: Any) -> Any:
-        given.append(chunk_mib)
-        return fused_log_probs(*args, chunk_mib=chunk_mib, **how)
-
-    monkeypatch.setattr(metrics, "fused_log_probs", noting)
+    batch = tiny_batch(model)
+    given = record(metrics, "fused_log_probs", lambda *_, chunk_mib, **how: chunk_mib)
     with torch.no_grad():
         preprocess_logits_for_metrics(model(**batch).logits, batch["labels"])
     assert given == [3]

@@ -238,15 +238,12 @@ def test_convolutions_of_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_function_that_is_replaced_after_the_patch_runs(
-    monkeypatch: pytest.MonkeyPatch, calls: list[str]
+    record: Callable[..., list[Any]], calls: list[str]
 ) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     model = apply_patch(tiny_model("qwen3_5_text"), layers=["delta_net"])
-    own, called = modeling.torch_chunk_gated_delta_rule, []
-    monkeypatch.setattr(
-        modeling, own.__name__, lambda *args, **options: called.append(1) or own(*args, **options)
-    )
+    called = record(modeling, "torch_chunk_gated_delta_rule")
     model(**tiny_batch(model), **NO_CACHE)
     assert set(calls) == {"causal_conv"}
     assert called

@@ -21,17 +21,9 @@ from liger_patch.layers.replace import count_layers
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls(record: Callable[..., list[Any]]) -> list[Any]:
     """One entry for each feed-forward layer that ran as one function."""
-    found: list[Any] = []
-    function = mlp.run_gated_mlp
-
-    def counted(*arguments: Any, **options: Any) -> Tensor:
-        found.append(arguments)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(mlp, "run_gated_mlp", counted)
-    return found
+    return record(mlp, "run_gated_mlp")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4"])
@@ -43,18 +35,12 @@ def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_product_that_somebody_has_replaced_runs(
-    when: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    when: str, calls: list[Any], record: Callable[..., list[Any]]
 ) -> None:
     model = tiny_model()
     if when == "after":
         apply_patch(model, layers=True)
-    linear, products = nn.functional.linear, []
-
-    def counted(*arguments: Any) -> Tensor:
-        products.append(arguments)
-        return linear(*arguments)
-
-    monkeypatch.setattr(nn.functional, "linear", counted)
+    products = record(nn.functional, "linear")
     if when == "before":
         apply_patch(model, layers=True)
         products.clear()
@@ -271,7 +257,7 @@ class Partitioned(dict):
 
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, record: Callable[..., list[Any]]
 ) -> None:
     """ZeRO-3 hooks every module."""
 
@@ -287,8 +273,7 @@ def test_hooks_that_gather_parameters_do_nothing_for_an_activation(
         vars(module)["_parameters"] = Partitioned(module._parameters)
         module.register_forward_pre_hook(hook)
         module.register_forward_hook(hook)
-    calls, gated = [], mlp.run_gated
-    monkeypatch.setattr(mlp, "run_gated", lambda *a, **o: calls.append(1) or gated(*a, **o))
+    calls = record(mlp, "run_gated")
     torch.testing.assert_close(model(**batch).loss, truth)
     assert len(calls) == len(layers) > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_weights_that_are_asked_for_are_eagers() -> None:
 # Transformers makes the masks of gpt-oss without positions: eager's sequences mix as ours do
 @pytest.mark.filterwarnings("ignore:liger_patch packed sequences see one another")
 def test_a_step_on_a_gpu_is_no_worse(
-    kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, checkpointing: bool, record: Callable[..., list[Any]]
 ) -> None:
     model, batch = gpt_oss(), make_batch(kind)
     truth = step(widened(model), batch)
@@ -68,11 +69,7 @@ def test_a_step_on_a_gpu_is_no_worse(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     eager = step(model, batch, autocast=True)
-    calls: list[Any] = []
-    own = masked_attention.sink_attention
-    monkeypatch.setattr(
-        masked_attention, "sink_attention", lambda *each: (calls.append(each), own(*each))[1]
-    )
+    calls = record(masked_attention, "sink_attention")
     apply_patch(model, layers=["attention"])
     ours = step(model, batch, autocast=True)
     assert len(calls) == 2 * (1 + checkpointing)

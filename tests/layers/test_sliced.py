@@ -36,22 +36,14 @@ FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4", "llama4_t
 
 
 @pytest.fixture(autouse=True)
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch: pytest.MonkeyPatch, record: Callable[..., list[int]]) -> list[int]:
     """How many slices each run of a sliced layer had, forward; every row is a long one."""
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
     monkeypatch.setattr(
         chunk_sizes, "SLICE_BYTES", 5 * 4 * 64 * 7
     )  # 7 tokens of 64 float32 features
-    found: list[int] = []
-    result = gated_mlp._result_of_slices
-
-    def counted(x: Tensor, layer: Any, slices: Any, *others: Any) -> Tensor:
-        found.append(len(slices))
-        return result(x, layer, slices, *others)
-
-    monkeypatch.setattr(gated_mlp, "_result_of_slices", counted)
-    return found
+    return record(gated_mlp, "_result_of_slices", lambda x, layer, slices, *_: len(slices))
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -8,26 +8,16 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_batch, tiny_model
-from torch import Tensor
 from training_step import step
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.kernels.head import labels as labels_module
 
-COUNT = labels_module.CompactedLabels.__init__
-
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counts(record: Callable[..., list[int]]) -> list[int]:
     """A list that grows with every count of labels."""
-    made: list[int] = []
-
-    def init(self: Any, labels: Tensor, *arguments: Any) -> None:
-        made.append(len(labels))
-        COUNT(self, labels, *arguments)
-
-    monkeypatch.setattr(labels_module.CompactedLabels, "__init__", init)
-    return made
+    return record(labels_module.CompactedLabels, "__init__", lambda self, labels, *_: len(labels))
 
 
 def make_models() -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import gc
 import pickle
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,10 @@ def test_inputs_beyond_the_bound_stay_on_the_device(reentrant: bool, fitting: in
 @KINDS
 @pytest.mark.parametrize(("pieces", "fetched"), [(2, 2), (100, 4)])
 def test_inputs_are_on_their_way_before_they_are_needed(
-    pieces: int, fetched: int, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    pieces: int, fetched: int, reentrant: bool, record: Callable[..., list[bool]]
 ) -> None:
     """Also the first one to be fetched, behind layers whose inputs are on the device."""
-    come: list[bool] = []
-    get = LayerInput._fetched
-
-    def noted(self: LayerInput) -> Tensor:
-        come.append(self.fetched is not None)
-        return get(self)
-
-    monkeypatch.setattr(LayerInput, "_fetched", noted)
+    come = record(LayerInput, "_fetched", lambda self: self.fetched is not None)
     offload = offloaded(model := model_of(reentrant, num_hidden_layers=5))
     offload.host_gib = pieces * PIECE_BYTES / 2**30
     short = pytest.warns(UserWarning, match="keeps 3 of 5")

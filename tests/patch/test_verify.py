@@ -239,19 +239,15 @@ def test_a_loss_of_nothing_or_not_finite_leaves_the_comparison_to_the_next(
 @pytest.mark.parametrize(("length", "hopper_kernels"), [(256, None), (257, True)])
 def test_the_kernels_of_the_batch_are_compared(
     monkeypatch: pytest.MonkeyPatch,
+    record: Callable[..., list[Any]],
     verified: list[Any],
     length: int,
     hopper_kernels: bool | None,
 ) -> None:
     """Hopper has others for small batches, as the slice that is compared is one."""
-    asked = []
-    linear_cross_entropy = verify.linear_cross_entropy
-
-    def recorded(*args: Any, **options: Any) -> Tensor:
-        asked.append((len(args[0]), options["hopper_kernels"]))
-        return linear_cross_entropy(*args, **options)
-
-    monkeypatch.setattr(verify, "linear_cross_entropy", recorded)
+    asked = record(
+        verify, "linear_cross_entropy", lambda x, *_, **how: (len(x), how["hopper_kernels"])
+    )
     monkeypatch.setattr("liger_patch.kernels.head.odds.SMALL_BATCH", 512)
     model = apply_patch(tiny_model())
     ids = torch.randint(VOCAB_SIZE, (2, length))

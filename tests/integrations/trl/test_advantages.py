@@ -5,6 +5,7 @@ weights, in three matrix products of a trained head where TRL's takes four.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,9 @@ OTHERS: list[dict[str, Any]] = [  # options with which the loss is not known to 
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def passes(record: Callable[..., list[bool]]) -> list[bool]:
     """Whether each pass through a head's chunks has computed gradients."""
-    seen: list[bool] = []
-    run_chunks = operator.run_chunks
-
-    def counted(config: Any, inputs: Any, row_scale: Any, wanted: Any, **how: Any) -> Any:
-        seen.append(any(wanted))
-        return run_chunks(config, inputs, row_scale, wanted, **how)
-
-    monkeypatch.setattr(operator, "run_chunks", counted)
-    return seen
+    return record(operator, "run_chunks", lambda *args, **_: any(args[3]))
 
 
 def make_trainer(kind: str, folder: Path, ours: bool, **arguments: Any) -> Any:

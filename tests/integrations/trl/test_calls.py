@@ -205,17 +205,11 @@ def test_a_head_in_float32_is_multiplied_in_float32(
 
 
 def test_the_number_of_tokens_in_a_chunk_is_the_environments_or_the_models(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, record: Callable[..., list[Any]]
 ) -> None:
     from liger_patch.integrations import trl_head as ours
 
-    passed, fused = [], ours.fused_log_probs
-
-    def recorded(*args: Any, **options: Any) -> Any:
-        passed.append(options["chunk_mib"])
-        return fused(*args, **options)
-
-    monkeypatch.setattr(ours, "fused_log_probs", recorded)
+    passed = record(ours, "fused_log_probs", lambda *_, **options: options["chunk_mib"])
     model = with_head(tiny_model())
     batch = tiny_batch(model)
     for chunk_mib in (None, 3.0):

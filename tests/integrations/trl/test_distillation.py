@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +55,15 @@ def make_trainer(
 
 
 @pytest.fixture
-def trls_losses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def trls_losses(record: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls of the functions that compute TRL's losses."""
     from trl.experimental.gkd import GKDTrainer
     from trl.trainer import distillation_trainer
 
-    calls: list[Any] = []
-    for owner, name in (
-        (distillation_trainer, "_chunked_divergence_loss"),
-        (GKDTrainer, "generalized_jsd_loss"),
-    ):
-        function = getattr(owner, name)
-
-        def counted(*given: Any, function: Any = function, **named: Any) -> Any:
-            calls.append(named)
-            return function(*given, **named)
-
-        kept = staticmethod(counted) if isinstance(owner, type) else counted
-        monkeypatch.setattr(owner, name, kept)
+    calls = record(distillation_trainer, "_chunked_divergence_loss")
+    of_gkd = GKDTrainer.generalized_jsd_loss
+    counted = staticmethod(lambda *given, **named: calls.append(named) or of_gkd(*given, **named))
+    monkeypatch.setattr(GKDTrainer, "generalized_jsd_loss", counted)
     return calls
 
 

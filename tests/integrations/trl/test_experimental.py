@@ -159,17 +159,10 @@ def test_modes_that_compare_logits_are_trls(tmp_path: Path) -> None:
 
 
 def test_answers_alone_pass_through_the_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, record: Callable[..., list[int]]
 ) -> None:
     """But of a head with a softcap, for the means of all logits."""
-    counts: list[int] = []
-    own = fuse.linear_log_probs
-
-    def counted(*, labels: Tensor, **named: Any) -> Any:
-        counts.append(int((labels != -100).sum()))
-        return own(labels=labels, **named)
-
-    monkeypatch.setattr(fuse, "linear_log_probs", counted)
+    counts = record(fuse, "linear_log_probs", lambda *, labels, **_: int((labels != -100).sum()))
     for model_type in ("llama", "gemma2"):
         trainer = make_trainer("CPO", model_type, tmp_path, True, max_steps=1)
         batch = next(iter(trainer.get_train_dataloader()))

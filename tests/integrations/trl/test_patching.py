@@ -161,22 +161,18 @@ def test_a_patched_model_keeps_its_offloaded_checkpoints(
         assert record.offload.host_gib == (2.5 if checkpoint_offload == 2.5 else None)
 
 
-def test_trls_calls_offload_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, dropped = [], []
-    drop = _Checkpoints.drop_copied
-    monkeypatch.setattr(
-        _Checkpoints, "drop_copied", lambda each: dropped.append(each.sent) or drop(each)
-    )
+def test_trls_calls_offload_checkpoints(tmp_path: Path, record: Callable[..., list[int]]) -> None:
+    results, dropped = [], record(_Checkpoints, "drop_copied", lambda each: each.sent)
     for device_types in ((), ("cpu",)):
         torch.manual_seed(0)
         trainer = sft_trainer(tiny_model(), tmp_path, gradient_checkpointing=True)
         model = apply_trl_patch(trainer.model, same_gradient=True, checkpoint_offload=True)
-        record = record_of(model)
-        assert record is not None
-        record.offload = CheckpointOffload(device_types, min_bytes=1) if device_types else None
+        patch = record_of(model)
+        assert patch is not None
+        patch.offload = CheckpointOffload(device_types, min_bytes=1) if device_types else None
         results.append(train(trainer))
         assert_fused(model)
-    assert str(record.offload).startswith("1 layer inputs")
+    assert str(patch.offload).startswith("1 layer inputs")
     assert dropped
     assert set(dropped) == {1}  # before the loss of each step
     assert_same_bits(*results)
