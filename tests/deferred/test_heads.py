@@ -149,14 +149,7 @@ def recomputed(head: nn.Linear) -> Head:
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "change",
-    [
-        rounds_input,
-        hooked_weight_norm,
-        pruned,
-        dropout_in_a_hook,
-        recomputed,
-    ],
+    "change", [rounds_input, hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
 )
 def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> None:
     assert_fused(model_with(change))

@@ -25,13 +25,7 @@ ROUNDING = 1e-12  # in float64
 ROUNDING_OF_OTHERS = 0.02  # in bfloat16 too
 
 # Transformers 5.0 collects no router logits, or other tensors, for these and fails on their loss.
-FAIL_ON_ROUTERS = (
-    "dbrx",
-    "granitemoe",
-    "granitemoeshared",
-    "qwen3_next",
-    "qwen3_omni_moe_thinker",
-)
+FAIL_ON_ROUTERS = ("dbrx", "granitemoe", "granitemoeshared", "qwen3_next", "qwen3_omni_moe_thinker")
 
 
 class Float64(TorchFunctionMode):

@@ -36,8 +36,8 @@ if find_spec("trl") is None:  # its trainers take seconds to import: not before 
 MARKS = [
     pytest.mark.filterwarnings(
         # Transformers 5.23 has renamed what TRL passes.
-        "ignore:.(compute_loss_func|label_smoothing_factor). is deprecated:FutureWarning",
-    ),
+        "ignore:.(compute_loss_func|label_smoothing_factor). is deprecated:FutureWarning"
+    )
 ]
 
 LEFT_TO_TRL = "liger_patch leaves the head to TRL"

@@ -105,9 +105,7 @@ def checkpoint(
 @pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
-    "targets",
-    [pytest.param(Q_AND_V, marks=pytest.mark.slow), ALL],
-    ids=["q and v", "all"],
+    "targets", [pytest.param(Q_AND_V, marks=pytest.mark.slow), ALL], ids=["q and v", "all"]
 )
 @pytest.mark.parametrize("use_reentrant", slow_but([None, False], [None, False, True]))
 def test_lora_on_a_4_bit_model_trains_as_eager(

@@ -35,10 +35,7 @@ def no_accelerator_state() -> Iterator[None]:
 
 
 def patched_around(
-    change: Callable[[PreTrainedModel], Any],
-    when: str,
-    model_type: str = "llama",
-    **options: Any,
+    change: Callable[[PreTrainedModel], Any], when: str, model_type: str = "llama", **options: Any
 ) -> PreTrainedModel:
     """A model that is patched before or after `change`, or not ("")."""
     model = tiny_model(model_type)

@@ -112,10 +112,7 @@ RUNS = {
     ),
     "accelerate's FSDP2": Run(
         STEP,
-        (
-            "accelerate_fsdp2 --tied --no-sync --alone",
-            "accelerate_fsdp2_linear --lora --layers",
-        ),
+        ("accelerate_fsdp2 --tied --no-sync --alone", "accelerate_fsdp2_linear --lora --layers"),
         ("fully_shard", "accelerate", "a unit of the last norm", "peft"),
         more=(
             "accelerate_fsdp2_mixed --layers",

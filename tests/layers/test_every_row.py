@@ -38,8 +38,7 @@ def test_every_class_with_a_rule_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["llama", "gemma3_text", "qwen3", "olmo2", "phi3", "gemma3n_text", "cohere"],
+    "model_type", ["llama", "gemma3_text", "qwen3", "olmo2", "phi3", "gemma3n_text", "cohere"]
 )
 @pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "autocast"]))
 def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) -> None:

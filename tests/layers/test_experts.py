@@ -45,7 +45,7 @@ from liger_patch.layers.replace import count_layers
 pytestmark = [
     *MARKS,
     pytest.mark.filterwarnings(
-        "ignore:The following .*_pattern keys did not match:RuntimeWarning",  # but they did
+        "ignore:The following .*_pattern keys did not match:RuntimeWarning"  # but they did
     ),
 ]
 

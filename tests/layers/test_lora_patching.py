@@ -43,13 +43,7 @@ pytestmark = MARKS
 
 @pytest.mark.parametrize(
     ("layers", "on_kernels"),
-    [
-        (True, True),
-        (["lora"], True),
-        (["gated", "lora"], True),
-        (False, False),
-        (["gated"], False),
-    ],
+    [(True, True), (["lora"], True), (["gated", "lora"], True), (False, False), (["gated"], False)],
     ids=str,
 )
 def test_adapters_that_come_after_the_patch(layers: Any, on_kernels: bool, calls: Calls) -> None:

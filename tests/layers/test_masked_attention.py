@@ -50,8 +50,7 @@ ENDS = {  # of sequences of both rows together; padding that stays on the left i
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "kind", "model_type"),
-    pairwise([None, True, False], KINDS, FAMILIES),
+    ("checkpointing", "kind", "model_type"), pairwise([None, True, False], KINDS, FAMILIES)
 )
 def test_a_step_is_the_models_own(
     model_type: str, kind: str, checkpointing: bool | None, calls: Calls

@@ -117,8 +117,7 @@ def _configured(**values: Any) -> Any:
 
 
 def _untested(model: Any, batch: dict[str, Any]) -> None:
-    record = record_of(model)
-    assert record is not None
+    record: Any = record_of(model)
     record.tested, record.compared = False, "before"
 
 

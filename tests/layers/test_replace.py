@@ -53,8 +53,7 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layers",
-    ["norm", b"", ["rms_norm", "rope"], 3.0, ["rms_norm", ["rotary"]], {"gated": False}],
+    "layers", ["norm", b"", ["rms_norm", "rope"], 3.0, ["rms_norm", ["rotary"]], {"gated": False}]
 )
 def test_an_unknown_layer_is_an_error_that_names_the_known_ones(layers: Any) -> None:
     with pytest.raises(ValueError, match=r"layers must be .*rms_norm.*rotary.*gated.*got"):

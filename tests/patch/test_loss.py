@@ -192,10 +192,7 @@ def test_an_error_inside_the_forward_pass_leaves_the_model_clean(where: str) -> 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("return_logits", ["0", "1"])
 def test_no_supervised_token_gives_zero_loss_and_zero_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-    model_type: str,
-    num_items_in_batch: Any,
-    return_logits: str,
+    monkeypatch: pytest.MonkeyPatch, model_type: str, num_items_in_batch: Any, return_logits: str
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", return_logits)
     model = apply_patch(tiny_model(model_type))

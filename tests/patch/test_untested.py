@@ -52,8 +52,7 @@ Unshifted = with_loss(
     "Unshifted", lambda _, x, y: cross_entropy(x.view(-1, x.shape[-1]), y.view(-1))
 )
 WithZLoss = with_loss(
-    "WithZLoss",
-    lambda m, x, y: Tomorrow.loss_of(m, x, y) + 0.1 * x.logsumexp(-1).square().mean(),
+    "WithZLoss", lambda m, x, y: Tomorrow.loss_of(m, x, y) + 0.1 * x.logsumexp(-1).square().mean()
 )
 NotCausal = with_loss(
     "NotCausal", lambda _, x, y: nn.functional.mse_loss(x.tanh(), torch.zeros_like(x))

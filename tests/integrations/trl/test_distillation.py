@@ -31,13 +31,7 @@ ON_POLICY = {"max_completion_length": 6}
 
 
 def make_trainer(
-    kind: str,
-    model_type: str,
-    folder: Path,
-    flag: bool | None,
-    *,
-    adapters: Any = None,
-    **how: Any,
+    kind: str, model_type: str, folder: Path, flag: bool | None, *, adapters: Any = None, **how: Any
 ) -> Any:
     """Of TRL, with its configuration, for None; else of this package, with the flag on or off."""
     if kind == "GKD":
@@ -153,8 +147,7 @@ def test_heads_that_fsdp_shards_are_gathered(tmp_path: Path) -> None:
     for each in ("student", "teacher"):
         how |= {f"{each}_lm_head_bias": None, f"{each}_logit_scale": 1.0}
         how[f"{each}_final_logit_softcapping"] = None
-    record = record_of(apply_patch(tiny_model()))
-    assert record is not None
+    record: Any = record_of(apply_patch(tiny_model()))
 
     def numbers(function: Any, *first: Any) -> dict[str, Tensor | None]:
         x, y, *heads = (each.double() for each in given)

@@ -184,11 +184,7 @@ def test_compute_metrics_gets_trls_logits(tmp_path: Path) -> None:
     ("model_type", "bf16"), [("llama", True), ("gemma2", False), ("qwen3_moe", True)]
 )
 def test_training_and_evaluation_hold_no_logits(
-    model_type: str,
-    bf16: bool,
-    reads: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model_type: str, bf16: bool, reads: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "0.01")
     sizes = {"per_device_train_batch_size": 24, "per_device_eval_batch_size": 24}
