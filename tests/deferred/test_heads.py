@@ -76,8 +76,8 @@ class Rectified(nn.Linear):
         return super().forward(input).relu()
 
 
-def rectified(head: nn.Linear) -> None:
-    head.__class__ = Rectified
+def of_class(cls: type[nn.Linear]) -> Callable[[nn.Linear], None]:
+    return lambda head: setattr(head, "__class__", cls)
 
 
 def hook(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]:
@@ -98,7 +98,7 @@ FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]]
     "cast": (CastOutput, ()),
     "sharded": (sharded, ("weight of type Sharded", "logits of type Sharded")),
     "packed": (packed, (") computes its logits itself",)),
-    "relu": (rectified, ("reads its logits itself, by relu before the loss",)),
+    "relu": (of_class(Rectified), ("reads its logits itself, by relu before the loss",)),
     "hook that reads": (hook(lambda logits: logits + logits.softmax(-1)), (READ,)),
     "hook that writes": (hook(written_to), (READ,)),
 }
@@ -127,10 +127,6 @@ class RoundsInput(nn.Linear):
         return super().forward(input + (input.mul(8).round().div(8) - input).detach())
 
 
-def rounds_input(head: nn.Linear) -> None:
-    head.__class__ = RoundsInput
-
-
 def hooked_weight_norm(head: nn.Linear) -> None:
     nn.utils.weight_norm(head)
 
@@ -149,7 +145,7 @@ def recomputed(head: nn.Linear) -> Head:
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "change", [rounds_input, hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
+    "change", [of_class(RoundsInput), hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
 )
 def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> None:
     assert_fused(model_with(change))
@@ -198,18 +194,6 @@ def test_a_forward_pre_hook_changes_what_is_multiplied(with_kwargs: bool) -> Non
         torch.testing.assert_close(call(model, tiny_batch(model)).logits, expected / 2)
 
 
-def full(head: Head, hook: Callable) -> Any:
-    return head.register_full_backward_hook(hook)
-
-
-def before_full(head: Head, hook: Callable) -> Any:
-    return head.register_full_backward_pre_hook(hook)
-
-
-def deprecated(head: Head, hook: Callable) -> Any:
-    return head.register_backward_hook(hook)
-
-
 def of_all_modules(head: Head, hook: Callable) -> Any:
     def of_head(module: nn.Module, *gradients: Any) -> Any:
         return hook(module, *gradients) if module is head else None
@@ -221,7 +205,15 @@ def of_all_modules(head: Head, hook: Callable) -> Any:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when:UserWarning")
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-@pytest.mark.parametrize("register", [full, before_full, deprecated, of_all_modules])
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+        nn.Module.register_backward_hook,
+        of_all_modules,
+    ],
+)
 class TestBackwardHooks:
     @pytest.fixture
     def seen(self, model: PreTrainedModel, register: Callable) -> Iterator[list[Any]]:

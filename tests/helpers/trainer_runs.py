@@ -16,7 +16,7 @@ from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from trainers import QUIET
 from training_step import Float64, Step, assert_same_step, widened
 
-from liger_patch import apply_patch, patch_status
+from liger_patch import apply_patch
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -109,7 +109,3 @@ def assert_same_training(model_type: str, folder: Path, **options: Any) -> PreTr
     model = apply_patch(widened(make_model(model_type)))
     assert_same_step(train(model, folder, **options), truth)
     return model
-
-
-def assert_fused(model: PreTrainedModel) -> None:
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, revert_patch
+from liger_patch import apply_patch, patch_status, revert_patch
 
 Step = dict[str, Tensor | None]
 # of the largest gradient: below it is what is zero but for rounding
@@ -202,3 +202,8 @@ def assert_right(
     """A step is no worse than eager's, all numbers together."""
     truth, eager, ours = joined(truth, eager, ours)
     assert_no_worse(ours, eager, truth, dtype, eps=eps)
+
+
+def assert_fused(model: Any) -> None:
+    status = patch_status(model)
+    assert (status.fused, status.reason) == (True, None), str(status)

@@ -23,12 +23,9 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
-from torch import nn
 from trainers import QUIET
 from training_step import Step, in_float64
 from transformers import PreTrainedModel
-
-from liger_patch import patch_status
 
 if find_spec("trl") is None:  # its trainers take seconds to import: not before a test runs
     pytest.skip("trl is not installed", allow_module_level=True)
@@ -193,8 +190,3 @@ def assert_same(ours: Step, trls: Step) -> None:
         for each in (ours, trls)
     )
     assert_no_worse(ours, trls, trls, torch.float32)
-
-
-def assert_fused(model: nn.Module) -> None:
-    status = patch_status(model)
-    assert (status.fused, status.reason) == (True, None), str(status)

@@ -15,7 +15,7 @@ from slow_cases import slow_but
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from trainers import losses_and_norms
-from training_step import assert_right, joined
+from training_step import assert_fused, assert_right, joined
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -138,7 +138,7 @@ def test_lora_on_a_4_bit_model_trains_as_eager(
         assert groups[: len(expected)] == expected
     else:
         assert groups == []
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert_fused(model)
     assert not any(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
     truth = results(dequantized(eager_model), batch)
     assert_right(ours, eager, truth, torch.bfloat16)

@@ -11,10 +11,10 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import assert_right, call, step, widened
+from training_step import assert_fused, assert_right, call, step, widened
 from transformers import PreTrainedModel
 
-from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch import apply_patch, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
 
 accelerate = pytest.importorskip("accelerate")
@@ -54,7 +54,7 @@ def prepare(model: PreTrainedModel, mixed_precision: str = "bf16") -> accelerate
 
 
 def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert_fused(model)
     assert isinstance(logits, DeferredLogits)
     assert not logits.is_computed
 
@@ -220,7 +220,7 @@ def assert_trains_as_eager(
     for patch in ("", when):
         model = patched_around(place, patch, **options)
         results[patch] = step(model, batch)
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
+    assert_fused(model)
     for name, parameter in model.named_parameters():
         assert results[when][name].device == parameter.device, name
     truth, eager, ours = (

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from trainer_runs import (
     LENGTH,
     MODEL_TYPES,
-    assert_fused,
     assert_same_training,
     eager_and_patched,
     losses,
@@ -30,7 +29,7 @@ from trainer_runs import (
     train,
 )
 from trainers import LargestTensor
-from training_step import assert_right, widened
+from training_step import assert_fused, assert_right, widened
 from transformers import Trainer, TrainingArguments
 
 from liger_patch import apply_patch, patch_status

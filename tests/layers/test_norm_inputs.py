@@ -27,43 +27,29 @@ def every_row_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", 0)
 
 
-class Kept:
-    """The shapes of what projections of a norm keep, and what they compute again."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.noted, self.norms = 0, 0
-        function, norm = lora.run_lora_linears, rms_norm.NormInputs.norm
-
-        def linears(x: Tensor, projections: Any, dtype: torch.dtype, source: Any) -> Any:
-            self.noted += source is not None
-            return function(x, projections, dtype, source)
-
-        def counted(inputs: rms_norm.NormInputs) -> Tensor:
-            self.norms += 1
-            return norm(inputs)
-
-        monkeypatch.setattr(lora, "run_lora_linears", linears)
-        monkeypatch.setattr(rms_norm.NormInputs, "norm", counted)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 def test_projections_of_a_norm_keep_its_input(
-    model_type: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    model_type: str,
+    reentrant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Callable[..., list[Any]],
 ) -> None:
     """And give the bits of those that keep the norm."""
     lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
-    results = []
+    results, norms = [], record(rms_norm.NormInputs, "norm")
+    noted = record(lora, "run_lora_linears", lambda *args: args[3] is not None)
     for least in (2**40, 0):
         monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
-        kept = Kept(monkeypatch)
+        noted.clear()
+        norms.clear()
         model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
         with_checkpoints(model, reentrant)
         batch = tiny_batch(model.get_base_model())
         results.append(lora_models.training_step(model, batch, autocast=True))
         # queries, keys and values of two layers, once more in the backward pass
         expected = (2 if reentrant else 4, 2) if least == 0 else (0, 0)
-        assert (kept.noted, kept.norms) == expected
+        assert (sum(noted), len(norms)) == expected
     assert_same_bits(*results)
 
 

@@ -14,8 +14,8 @@ import torch
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from tiny_text import Writer
-from training_step import widened
-from trl_models import MARKS, assert_fused, lora, reward, train, trainer_of
+from training_step import assert_fused, widened
+from trl_models import MARKS, lora, reward, train, trainer_of
 
 from liger_patch.kernels import linear_log_probs as operator
 

@@ -13,9 +13,9 @@ from rows import model_type as row_name
 from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from training_step import Float64, Step, widened
+from training_step import Float64, Step, assert_fused, widened
 from transformers import PreTrainedModel
-from trl_models import MARKS, OUTPUTS, apply_trl_patch, assert_fused, assert_same, call, with_head
+from trl_models import MARKS, OUTPUTS, apply_trl_patch, assert_same, call, with_head
 
 from liger_patch import registry
 from liger_patch.layers import unpadded

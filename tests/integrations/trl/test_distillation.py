@@ -12,17 +12,8 @@ from exactness import assert_same_bits
 from tiny_models import tiny_model
 from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
-from training_step import widened
-from trl_models import (
-    LEFT_TO_TRL,
-    MARKS,
-    assert_fused,
-    assert_same,
-    in_float64,
-    lora,
-    train,
-    trainer_of,
-)
+from training_step import assert_fused, widened
+from trl_models import LEFT_TO_TRL, MARKS, assert_same, in_float64, lora, train, trainer_of
 
 from liger_patch import apply_patch, patch_status
 

@@ -13,8 +13,8 @@ from tiny_models import tiny_model
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
 from torch import Tensor
 from torch.nn import functional
-from training_step import Step, widened
-from trl_models import LEFT_TO_TRL, MARKS, assert_fused, assert_same, lora, train, trainer_of
+from training_step import Step, assert_fused, widened
+from trl_models import LEFT_TO_TRL, MARKS, assert_same, lora, train, trainer_of
 
 from liger_patch.deferred import fuse
 from liger_patch.layers import unpadded

@@ -14,12 +14,12 @@ import torch
 from exactness import assert_same_bits
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
+from training_step import assert_fused
 from transformers import PreTrainedModel
 from trl_models import (
     LEFT_TO_TRL,
     MARKS,
     apply_trl_patch,
-    assert_fused,
     call,
     lora,
     sft_trainer,

@@ -17,13 +17,12 @@ from exactness import assert_same_bits
 from tiny_models import ROWS, tiny_batch, tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
 from torch import nn
-from training_step import widened
+from training_step import assert_fused, widened
 from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
     MARKS,
     apply_trl_patch,
-    assert_fused,
     assert_same,
     call,
     lora,
@@ -289,7 +288,7 @@ def test_an_architecture_without_a_row_is_fused() -> None:
 
 @pytest.mark.usefixtures("unknown")
 def test_strict_wants_a_row() -> None:
-    model = with_head(make_model())
+    model = with_head(tiny_model())
     with pytest.raises(ValueError, match="'llama', which has no row"):
         apply_trl_patch(model, strict=True)
     assert not patch_status(model).patched

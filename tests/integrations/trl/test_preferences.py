@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 from tiny_text import judgements, preferences
-from training_step import widened
-from trl_models import (
-    MARKS,
-    apply_trl_patch,
-    assert_fused,
-    assert_same,
-    lora,
-    train,
-    trainer_of,
-    trls_calls,
-)
+from training_step import assert_fused, widened
+from trl_models import MARKS, apply_trl_patch, assert_same, lora, train, trainer_of, trls_calls
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.replace import count_layers

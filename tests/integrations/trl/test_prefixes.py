@@ -13,17 +13,8 @@ from attention_models import Calls
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from tiny_text import Writer
-from training_step import widened
-from trl_models import (
-    MARKS,
-    apply_trl_patch,
-    assert_fused,
-    assert_same,
-    lora,
-    reward,
-    train,
-    trainer_of,
-)
+from training_step import assert_fused, widened
+from trl_models import MARKS, apply_trl_patch, assert_same, lora, reward, train, trainer_of
 
 from liger_patch.layers import unpadded
 from liger_patch.layers.prefixes import OneRow, in_one_row

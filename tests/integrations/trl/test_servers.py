@@ -17,8 +17,8 @@ from tiny_models import tiny_model
 from tiny_text import prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from training_step import Step, widened
-from trl_models import MARKS, assert_fused, assert_same, lora, train, trainer_of
+from training_step import Step, assert_fused, widened
+from trl_models import MARKS, assert_same, lora, train, trainer_of
 
 pytestmark = [
     *MARKS,

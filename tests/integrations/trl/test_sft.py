@@ -17,8 +17,8 @@ from tiny_text import conversations, prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trainers import LargestTensor
-from training_step import Step, joined, widened
-from trl_models import MARKS, assert_fused, assert_same, lora, sft_trainer, train
+from training_step import Step, assert_fused, joined, widened
+from trl_models import MARKS, assert_same, lora, sft_trainer, train
 
 pytestmark = MARKS
 STEPS = 8

@@ -13,13 +13,12 @@ import torch
 import transformers
 from exactness import assert_same_bits
 from tiny_models import tiny_batch, tiny_model
-from training_step import Step, assert_right, widened
+from training_step import Step, assert_fused, assert_right, widened
 from transformers import PreTrainedModel
 from trl_models import (
     DEFAULTS,
     MARKS,
     apply_trl_patch,
-    assert_fused,
     call,
     in_float64,
     sft_trainer,
@@ -48,34 +47,27 @@ def transformers_trainer(
     return transformers.Trainer(model, config, train_dataset=samples)
 
 
-def as_it_is(model: PreTrainedModel) -> None:
-    """SFTTrainer takes its patch back."""
-
-
 @pytest.mark.parametrize(
-    ("first", "between", "second", "bf16"),
+    ("first", "reverts", "bf16"),
     [
-        pytest.param(sft_again, as_it_is, sft_again, False, marks=pytest.mark.slow),
-        # accelerate's autocast stays on the model
-        (sft_again, as_it_is, sft_again, True),
-        pytest.param(sft_again, revert_patch, sft_again, True, marks=pytest.mark.slow),
-        (transformers_trainer, as_it_is, sft_again, True),
+        pytest.param(sft_again, False, False, marks=pytest.mark.slow),
+        (sft_again, False, True),  # accelerate's autocast stays on the model
+        pytest.param(sft_again, True, True, marks=pytest.mark.slow),
+        (transformers_trainer, False, True),
     ],
 )
 def test_one_model_goes_through_two_trainers(
-    first: Callable[..., Any],
-    between: Callable[..., Any],
-    second: Callable[..., Any],
-    bf16: bool,
-    tmp_path: Path,
+    first: Callable[..., Any], reverts: bool, bf16: bool, tmp_path: Path
 ) -> None:
+    """SFTTrainer takes its patch back by itself."""
+
     def train_twice(model: PreTrainedModel, patch: bool | None, bf16: bool) -> Step:
         wide = model.dtype == torch.float64
         with in_float64() if wide else contextlib.nullcontext():
             first(model, tmp_path, patch, bf16).train()
-        if patch:
-            between(model)
-        results = train(second(model, tmp_path, patch, bf16))
+        if patch and reverts:
+            revert_patch(model)
+        results = train(sft_again(model, tmp_path, patch, bf16))
         return {name: value for name, value in results.items() if "accurac" not in name}
 
     truth = train_twice(widened(tiny_model()), None, False)
