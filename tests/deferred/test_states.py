@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,11 +100,9 @@ def test_one_model_in_several_threads_is_left_as_it_was() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=run) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(run) for _ in range(4)]:
+                future.result()
     finally:
         sys.setswitchinterval(interval)
     assert patch_status(model).fused

@@ -18,6 +18,7 @@ import yaml
 from documents import ROOT, configuration
 from tiny_models import tiny_batch, tiny_model
 from trainers import QUIET
+from truths import linear_log_probs
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.layers.replace import count_layers
@@ -249,13 +250,11 @@ def test_verls_fused_head(
     inputs = {n: torch.randn(s, dtype=torch.float64).requires_grad_() for n, s in shapes.items()}
     ids = torch.randint(19, (2, 5))
     log_probs, entropy = ours(impl_backend="torch")(**inputs, input_ids=ids, temperature=0.7)
-    logits = inputs["hidden_states"] @ inputs["vocab_weights"].T / 0.7
-    expected = logits.log_softmax(-1)
-    torch.testing.assert_close(log_probs, expected.gather(-1, ids[..., None])[..., 0])
-    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    x, weight = inputs.values()
+    expected = linear_log_probs(x.flatten(0, 1), weight, ids.flatten(), temperature=0.7)
     weights = torch.randn(2, 2, 5, dtype=torch.float64)
-    wanted = list(inputs.values())
-    found = torch.autograd.grad((log_probs * weights[0] + entropy * weights[1]).sum(), wanted)
-    loss = expected.gather(-1, ids[..., None])[..., 0] * weights[0]
-    loss = loss - (expected.exp() * expected).sum(-1) * weights[1]
-    torch.testing.assert_close(found, torch.autograd.grad(loss.sum(), wanted))
+    results = []
+    for found in ((log_probs, entropy), (expected.log_probs, expected.entropy)):
+        found = torch.stack([each.view(2, 5) for each in found])
+        results.append([found, *torch.autograd.grad((found * weights).sum(), [x, weight])])
+    torch.testing.assert_close(*results)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import ROWS, tiny_batch, tiny_model
-from training_step import assert_same_step, call, step
+from training_step import call, step
 from transformers import Gemma3ForCausalLM
 
 from liger_patch import apply_patch, patch_status
@@ -62,16 +62,6 @@ def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
     with is_said, pytest.raises(RuntimeError, match="layers=False"):
         torch.autograd.grad(logits.sum(), list(model.parameters())[1], create_graph=True)
     assert loss.isfinite()
-
-
-def test_reentrant_gradient_checkpointing() -> None:
-    """Of the other kind is test_architectures."""
-    model = tiny_model("qwen3").double()
-    batch = tiny_batch(model)
-    truth = step(model, batch)
-    apply_patch(model, layers=True)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    assert_same_step(step(model.train(), batch), truth)
 
 
 def test_queries_and_keys_see_hooks_and_functions_that_come_later(

@@ -5,7 +5,7 @@ than PEFT's, in any precision and option.
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,11 +130,9 @@ def test_threads_have_siblings_of_their_own(calls: Calls) -> None:
         for _ in range(5):
             losses.append(model(**batch).loss.detach())
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run) for _ in range(4)]:
+            future.result()
     assert len(losses) == 20
     assert all(torch.equal(loss, expected) for loss in losses)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from liger_patch import apply_patch, registry, revert_patch
+from liger_patch import apply_patch, registry
 from liger_patch.layers import unpadded
 from liger_patch.layers.replace import count_layers
 
@@ -232,14 +232,6 @@ def test_a_tuple_has_the_batchs_shape(calls: Calls) -> None:
     (loss, logits, *_), outputs = model(**batch, return_dict=False), model(**batch)
     torch.testing.assert_close(loss, outputs.loss)
     assert logits.shape == outputs.logits.shape
-
-
-def test_revert_gives_the_batch_back(calls: Calls) -> None:
-    model, batch = make_model("llama"), make_batch()
-    revert_patch(apply_patch(model, layers=["attention"]))
-    shapes = rows_of(model)
-    model(**batch)
-    assert shapes == [batch["input_ids"].shape]
 
 
 def test_real_logits_of_real_tokens_are_the_models_own(calls: Calls) -> None:

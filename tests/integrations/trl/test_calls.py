@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from training_step import Float64, Step, assert_fused, widened
 from transformers import PreTrainedModel
 from trl_models import MARKS, OUTPUTS, apply_trl_patch, assert_same, call, with_head
+from truths import linear_log_probs, log_probs
 
 from liger_patch import registry
 from liger_patch.layers import unpadded
@@ -90,11 +91,11 @@ def test_padding_is_left_out_of_a_call(
     rotary.register_forward_pre_hook(_of_a_library(lambda _, of: given.append(of[0].shape[:2])))
     ours = call(model, batch)
     with torch.no_grad():
-        log_probs = model(**batch, fused_lm_head=True).log_probs
+        alone = model(**batch, fused_lm_head=True).log_probs
     assert_fused(model)
     assert {*given} == {(1, int(batch["attention_mask"].sum()))}
     assert_same(ours, trls)
-    torch.testing.assert_close(log_probs, trls["log_probs"])
+    torch.testing.assert_close(alone, trls["log_probs"])
 
 
 def _of_a_library(hook: Callable[..., None]) -> Callable[..., None]:
@@ -120,23 +121,15 @@ def test_every_architecture_gives_the_log_probabilities_of_its_logits(
     labels = batch["labels"][:, 1:]
     with Float64(), torch.no_grad():
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = model(**inputs).logits[:, :-1] / 0.7
-        scores = logits.log_softmax(-1)
-        truth = {
-            "log_probs": scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
-            "entropy": -(scores.exp() * scores).sum(-1),
-            "log_sum_sq_probs": (2 * scores).logsumexp(-1),
-            "mean_logits": logits.mean(-1),
-            "is_top1": scores.argmax(-1) == labels,
-        }
+        logits = model(**inputs).logits[:, :-1]
+        found = log_probs(logits.flatten(0, 1), labels.flatten(), temperature=0.7)
+        truth = {name: getattr(found, name).view_as(labels) for name in OUTPUTS}
         trls = {}
         if is_known_well(row) and row.model_type not in TRL_FAILS + TRL_IS_WRONG:
             trls = model(**batch, fused_lm_head=True)
         ours = apply_trl_patch(model)(**batch, fused_lm_head=True)
     assert_fused(model)
-    ignored = labels == -100
-    truth = {name: values.masked_fill(ignored, 0) for name, values in truth.items()}
-    assert torch.equal(ours.label_mask, ~ignored)
+    assert torch.equal(ours.label_mask, labels != -100)
     assert_same({name: ours[name] for name in truth}, truth)
     assert_same({name: ours[name] for name in trls}, dict(trls))
 
@@ -184,12 +177,12 @@ def test_a_head_in_float32_is_multiplied_in_float32(
         for name, value in (("states", states[0]), ("weight", model.lm_head.weight))
     }
     labels = batch["labels"][:, 1:]
-    scores = (linear(wide["states"][:, :-1], wide["weight"]) / 0.7).log_softmax(-1)
-    log_probs = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-    entropy = -(scores.exp() * scores).sum(-1) * (labels != -100)
-    value = -log_probs.sum() / (labels != -100).sum()
-    (value + entropy.sum()).backward()
-    truth = {"loss": value, "log_probs": log_probs, "entropy": entropy}
+    inputs = wide["states"][:, :-1].flatten(0, 1), wide["weight"], labels.flatten()
+    found = linear_log_probs(*inputs, temperature=0.7)
+    value = -found.log_probs.sum() / (labels != -100).sum()
+    (value + found.entropy.sum()).backward()
+    truth = {name: getattr(found, name).view_as(labels) for name in ("log_probs", "entropy")}
+    truth["loss"] = value
     truth |= {name: each.grad for name, each in wide.items()}
 
     apply_trl_patch(model, layers=False)
