@@ -22,15 +22,12 @@ def llama(*, patched: bool = True) -> PreTrainedModel:
     return apply_patch(model, layers=False) if patched else model
 
 
-def fused_adam(model: PreTrainedModel) -> None:
-    model(**tiny_batch(model)).loss.backward()
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-
-
 def test_an_optimizer_of_another_model_changes_nothing() -> None:
     model = llama()
     logits = model(**tiny_batch(model)).logits
-    fused_adam(llama(patched=False))
+    other = llama(patched=False)
+    other(**tiny_batch(other)).loss.backward()
+    torch.optim.AdamW(other.parameters(), fused=True).step()
     assert logits.sum().isfinite()
 
 

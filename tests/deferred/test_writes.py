@@ -16,14 +16,6 @@ from torch import Tensor, nn
 from liger_patch.deferred.tensor import DeferredLogits
 
 
-def write_by_mask(x: Tensor) -> None:
-    x[MASK] = 0
-
-
-def write_to_a_slice(x: Tensor) -> None:
-    x[:, 2:4].fill_(3.0)
-
-
 def write_to_a_view(x: Tensor) -> None:
     x.view(-1, V)[4] += 1
 
@@ -34,8 +26,8 @@ def write_as_out(x: Tensor) -> None:
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "by mask": write_by_mask,
-    "to a slice": write_to_a_slice,
+    "by mask": lambda x: operator.setitem(x, MASK, 0),
+    "to a slice": lambda x: x[:, 2:4].fill_(3.0),
     "to a view": write_to_a_view,
     "add_": lambda x: x.add_(1),
     "mul_": lambda x: x.mul_(3),

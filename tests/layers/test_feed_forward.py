@@ -299,17 +299,9 @@ def test_a_layer_that_computes_something_else_is_left_alone(
     layer = type(model.model.layers[0].mlp)
     monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
     monkeypatch.setattr(layer, "forward", forward)
-    counts = {
-        "rms_norm": 5,
-        "rotary": 2,
-        "attention": 2,
-        "gated": 0,
-        "experts": 0,
-        "recurrent": 0,
-        "delta_net": 0,
-        "lora": 0,
-    }
-    assert count_layers(apply_patch(model, layers=True)) == counts
+    counts = count_layers(apply_patch(model, layers=True))
+    expected = {"rms_norm": 5, "rotary": 2, "attention": 2}
+    assert counts == dict.fromkeys(counts, 0) | expected
 
 
 def test_a_layer_whose_activation_is_configured_otherwise_is_probed_for_itself() -> None:

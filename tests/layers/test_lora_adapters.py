@@ -142,6 +142,11 @@ class Case(NamedTuple):
     trains: bool = True
 
 
+def at(name: str, change: Callable[[Any], object], reason: str = "hooks") -> Case:
+    """A change of one projection of the first layer."""
+    return Case(of(name, change), reason, (name,), layers=1)
+
+
 OTHERS_THAN_SECOND = tuple(name for name in ALL if name not in ("q_proj", "up_proj"))
 FEW = {"target_modules": ["q_proj"]}
 CASES = {
@@ -179,27 +184,13 @@ CASES = {
     "scaling for hotswaps": Case(
         hotswap.prepare_model_for_compiled_hotswap, "its scaling is a tensor", ALL
     ),
-    "hook of A": Case(
-        of("v_proj", lambda m: doubles(m.lora_A["default"])), "hooks", ("v_proj",), layers=1
-    ),
-    "hook of B": Case(
-        of("up_proj", lambda m: doubles(m.lora_B["default"])), "hooks", ("up_proj",), layers=1
-    ),
-    "hook of dropout": Case(
-        of("k_proj", lambda m: doubles(m.lora_dropout["default"])), "hooks", ("k_proj",), layers=1
-    ),
-    "hook of a base": Case(
-        of("o_proj", lambda m: doubles(m.base_layer)), "hooks", ("o_proj",), layers=1
-    ),
-    "forward of a base": Case(
-        of("down_proj", lambda m: replaced(m.base_layer)), "hooks", ("down_proj",), layers=1
-    ),
-    "parametrization of A": Case(
-        of("q_proj", parametrized), "another class", ("q_proj",), layers=1
-    ),
-    "class of a base": Case(
-        of("q_proj", of_another_class), "the base is a Doubled", ("q_proj",), layers=1
-    ),
+    "hook of A": at("v_proj", lambda m: doubles(m.lora_A["default"])),
+    "hook of B": at("up_proj", lambda m: doubles(m.lora_B["default"])),
+    "hook of dropout": at("k_proj", lambda m: doubles(m.lora_dropout["default"])),
+    "hook of a base": at("o_proj", lambda m: doubles(m.base_layer)),
+    "forward of a base": at("down_proj", lambda m: replaced(m.base_layer)),
+    "parametrization of A": at("q_proj", parametrized, "another class"),
+    "class of a base": at("q_proj", of_another_class, "the base is a Doubled"),
 }
 
 
