@@ -144,7 +144,8 @@ def step(
     """{"loss": ..., name of each parameter: its gradient} of one training step; with ``autocast``,
     its forward pass is under autocast to bf16.
     """
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+    low = torch.autocast(model.device.type, torch.bfloat16)
+    with low if autocast else contextlib.nullcontext():
         loss = call(model, batch, **arguments).loss
     return {"loss": loss.detach(), **gradients(model, loss)}
 
