@@ -216,7 +216,7 @@ def test_activations_that_have_a_kernel(activation: str) -> None:
     truth = model(**batch).loss
     has_none = activation in ("quick_gelu", "relu")
     if has_none:
-        with pytest.raises(ValueError, match=r"no gated layer .* activation of gated"):
+        with pytest.raises(ValueError, match=r"no gated layer .* activation must be"):
             apply_patch(model, layers=["gated"])
     counts = count_layers(apply_patch(model, layers=True))
     assert counts["gated"] == (0 if has_none else 2)
