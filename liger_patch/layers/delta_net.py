@@ -63,8 +63,7 @@ def of_libraries(model: nn.Module) -> Counter[str]:
     found: Counter[str] = Counter()
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet") and "delta_net" not in layers_of(module):
-            rule = _held(inspect.unwrap(type(module).forward).__globals__.get(RULE))
-            library = (getattr(rule, "__module__", None) or "").partition(".")[0]
+            library = _library_of(inspect.unwrap(type(module).forward).__globals__.get(RULE))
             if library not in ("", "transformers"):
                 found[library] += 1
     return found
@@ -94,13 +93,17 @@ def _cannot_train(function: Any) -> bool:
 
     Source: https://github.com/fla-org/flash-linear-attention/issues/640
     """
-    if (getattr(_held(function), "__module__", None) or "").partition(".")[0] != "fla":
+    if _library_of(function) != "fla":
         return False
     import triton  # as that package does
 
     is_mended = getattr(sys.modules.get("fla.utils"), "TRITON_ABOVE_3_7_1", False)
     is_hit = Version(triton.__version__) >= Version("3.4") and not is_mended
     return is_hit and is_hopper(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _library_of(function: Any) -> str:
+    return (getattr(_held(function), "__module__", None) or "").partition(".")[0]
 
 
 def _held(function: Any) -> Any:
@@ -202,8 +205,9 @@ def _agree(functions: dict[str, Any]) -> bool:
         return found
 
     ours = {name: WAYS[name](function) for name, function in functions.items()}
-    plain = {name: inspect.unwrap(function) for name, function in functions.items()}
-    return results_match(lambda: results(plain), lambda: results(ours))
+    # what a library cannot compute here, Transformers' own function says
+    own = {n: inspect.unwrap(f) if _cannot_train(f) else f for n, f in functions.items()}
+    return results_match(lambda: results(own), lambda: results(ours))
 
 
 WAYS = {RULE: _rule_or_own, CONV: _conv_or_own}

@@ -226,6 +226,20 @@ def test_a_library_that_cannot_train_here_is_replaced(
     assert library_calls
 
 
+def test_a_function_that_was_replaced_before_the_patch_is_probed() -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    own = modeling.torch_chunk_gated_delta_rule
+
+    @functools.wraps(own)
+    def twice(*arguments: Any, **options: Any) -> Any:
+        result, state = own(*arguments, **options)
+        return 2 * result, state
+
+    assert delta_net._agree({delta_net.RULE: own})
+    assert not delta_net._agree({delta_net.RULE: twice})
+
+
 def test_convolutions_of_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_net, "is_hopper", lambda device: True)
     monkeypatch.setattr("triton.__version__", "3.6.0")
