@@ -278,8 +278,10 @@ def is_measured(contender: str, setting: Setting) -> bool:
     """Return whether a contender differs from the others for a setting."""
     if setting.held:  # bitsandbytes leaves experts as they are
         return contender == OURS
-    if setting.experts and contender == ("Liger-Kernel" if setting.rank else "Unsloth"):
-        return False  # it does not train these adapters, or all weights in 16 bits
+    if contender == "Unsloth" and not setting.rank:
+        return False  # it does not train all weights in 16 bits
+    if contender == "Liger-Kernel" and setting.rank and setting.experts:
+        return False  # it does not train adapters of experts
     if contender == FP8:
         return bool(setting.rank) and not (setting.quantized or setting.experts)
     return contender != OFFLOADED or setting.checkpointing

@@ -5,11 +5,11 @@
 
 Forward and backward as Trainer(bf16=True) runs them: autocast to bf16 over a frozen base in bf16 or
 nf4, and adapters in float32 (r=16 on every linear layer but the head). No optimizer; gradients are
-cleared while the GPU still works. All contenders load one folder of random weights, get the same
-values of adapters and the same batch. A contender whose first loss or gradient differs from eager's
-is wrong; that of a base in FP8, which rounds, is not compared. Settings of one model run in turn in
-one process, whose kernels are compiled anew: so its first row has the longest first step. Memory is
-the peak of the process, weights included.
+cleared while the GPU still works. Qwen3.5 also trains every weight. All contenders load one folder
+of random weights, get the same values of adapters and the same batch. A contender whose first loss
+or gradient differs from eager's is wrong; that of a base in FP8, which rounds, is not compared.
+Settings of one model run in turn in one process, whose kernels are compiled anew: so its first row
+has the longest first step. Memory is the peak of the process, weights included.
 
 Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
 flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. Checkpointing is
@@ -121,7 +121,7 @@ if hasattr(transformers, "Qwen3_5TextConfig"):  # not in Transformers 5.0
                 ),
                 sequences=4,
             ),
-            (Setting("LoRA", linear=True),),
+            (Setting("LoRA", linear=True), Setting("full training", rank=0)),
         ),
     )
 CASES = (
