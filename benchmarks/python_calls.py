@@ -5,11 +5,12 @@ python -m benchmarks.python_calls
 A step is a forward and a backward pass of a tiny Llama, after two others. Only functions of
 liger_patch count: calls, the files that they stand in, how often a call goes to another file than
 the one before, and the same for folders. `a layer` is the difference of two more decoder layers,
-halved. `of eager` is the median time of a step beside that of the model without the patch.
+halved. `time / eager` is the median time of a step over that of the model without the patch.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import statistics
 import sys
@@ -48,13 +49,18 @@ class Counts(NamedTuple):
 
 
 def main() -> None:
-    """Print a row for each kind of step; with an argument N, a layer's N most called functions."""
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    """Print a row for each kind of step."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
+    words = "print the N functions that a layer calls most"
+    parser.add_argument("most", nargs="?", type=int, default=0, metavar="N", help=words)
+    most = parser.parse_args().most
     torch.set_num_threads(1)
     checks.DEVICES = (*checks.DEVICES, "cpu")  # layers run as on a GPU, not the model's own code
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print("| step | calls | a layer | files | changes of file | of folder | of eager |")
+    print(f"A tiny Llama of {LAYERS} layers on one CPU thread, whose time is no GPU's:\n")
+    print("| step | calls | a layer | files | changes of file | of folder | time / eager |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for case in CASES:
         step = _step(case, LAYERS)
