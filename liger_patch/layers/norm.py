@@ -54,6 +54,7 @@ class GatedNorm(NamedTuple):
 
 
 PROBED = 8  # features of a probe's input
+SCALES = 1e-3, 1e3  # of its numbers: epsilon matters, and so would a limit
 PROBED_DTYPES = torch.float32, torch.bfloat16  # of inputs and of weights
 NORMS = (
     Norm(promotes=True),  # Llama's
@@ -105,9 +106,9 @@ def _agree(module: Any, replacement: Any) -> bool:
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
         probes = [_with_few_features(module, dtype) for dtype in PROBED_DTYPES]
-        # so small that epsilon matters
-        x = 1e-3 * torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
-        return [forward(probe, x.to(dtype)) for probe in probes for dtype in PROBED_DTYPES]
+        x = torch.linspace(-1.0, 2.0, PROBED, dtype=torch.float32)
+        xs = [(scale * x).to(dtype) for scale in SCALES for dtype in PROBED_DTYPES]
+        return [forward(probe, x) for probe in probes for x in xs]
 
     return results_match(
         lambda: results(type(module).forward), lambda: results(replacement.forward)
@@ -119,7 +120,7 @@ def _with_few_features(module: Any, dtype: torch.dtype) -> Any:
     own = getattr(module, "weight", None)
     if own is None:
         return probe_of(module)
-    weight = torch.linspace(0.5, 2.0, PROBED, dtype=torch.float32)
+    weight = torch.linspace(-8.0, 9.0, PROBED, dtype=torch.float32)
     if own.dim() == 0:  # Gemma 3n without a scale, in Transformers 5.0: the number 1.0
         weight = torch.ones((), dtype=torch.float32)
     return with_weight(module, weight.to(dtype))
@@ -159,11 +160,11 @@ def _agree_with_gate(module: Any, form: GatedNorm, replacement: Any) -> bool:
     features = groups * PROBED
 
     def results(forward: Callable[..., Tensor]) -> list[Tensor]:
-        # so small that epsilon matters
-        x = 1e-3 * torch.linspace(-1.0, 2.0, 2 * features, dtype=torch.float32).view(1, 2, -1)
+        x = torch.linspace(-1.0, 2.0, 2 * features, dtype=torch.float32).view(1, 2, -1)
         gate = torch.linspace(-3.0, 2.0, 2 * features, dtype=torch.float32).sin().view(1, 2, -1)
         probes = [_with_few_groups(module, form, features, dtype) for dtype in PROBED_DTYPES]
-        return [forward(p, x.to(d), gate.to(d)) for p in probes for d in PROBED_DTYPES]
+        pairs = [((s * x).to(d), gate.to(d)) for s in SCALES for d in PROBED_DTYPES]
+        return [forward(probe, *pair) for probe in probes for pair in pairs]
 
     return results_match(
         lambda: results(type(module).forward), lambda: results(replacement.forward)
@@ -172,7 +173,7 @@ def _agree_with_gate(module: Any, form: GatedNorm, replacement: Any) -> bool:
 
 def _with_few_groups(module: Any, form: GatedNorm, features: int, dtype: torch.dtype) -> Any:
     """Return a copy with a weight of few features, in groups of PROBED."""
-    weight = torch.linspace(0.5, 2.0, features, dtype=torch.float32)
+    weight = torch.linspace(-8.0, 9.0, features, dtype=torch.float32)
     probe = with_weight(module, weight.to(dtype))
     if form.group_size in vars(module):
         setattr(probe, form.group_size, PROBED)

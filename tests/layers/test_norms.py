@@ -65,7 +65,24 @@ def groups(self: Any, x: Tensor) -> Tensor:
     return self.weight * normed.to(x.dtype).flatten(-2)
 
 
-OTHER_FORWARDS = [another_result, another_dtype, more_arguments, its_own_size, groups]
+def limited(self: Any, x: Tensor) -> Tensor:
+    return LLAMA_NORM_FORWARD(self, x.clamp(-10.0, 10.0))
+
+
+def limited_weight(self: Any, x: Tensor) -> Tensor:
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
+    return self.weight.clamp(max=4.0) * normed.to(x.dtype)
+
+
+def positive_weight(self: Any, x: Tensor) -> Tensor:
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon)
+    return self.weight.abs() * normed.to(x.dtype)
+
+
+OTHER_FORWARDS = [
+    *(another_result, another_dtype, more_arguments, its_own_size, groups),
+    *(limited, limited_weight, positive_weight),
+]
 
 
 @pytest.mark.parametrize("forward", OTHER_FORWARDS)
