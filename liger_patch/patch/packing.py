@@ -168,17 +168,33 @@ def giving_rows(
     have not reached all of them.
 
     A training step makes no cache unless it was asked to: with one, layers run without kernels.
+    Where positions jump ahead, the model decides: without one, Transformers cuts attention there.
     """
     trains = model.training and torch.is_grad_enabled() and arguments.get("labels") is not None
     needs_no_cache = trains and all(arguments.get(n) is None for n in ("use_cache", *CACHES))
     given: dict[str, Any] = {"use_cache": False} if needs_no_cache else {}
     rows = rows_of_call({**arguments, **given})
+    if rows is None and given and _jumps_ahead(arguments):
+        given = {}
     yield given if rows is None else {**given, PACKED: rows}
     if rows is not None and rows.reached < record.unpacks:
         record.warn_once(
             f"packed sequences see one another: Transformers {transformers.__version__} hands no "
             f"keyword to all recurrent layers of {type(model).__name__}: do not pack rows for it"
         )
+
+
+def _jumps_ahead(arguments: Mapping[str, Any]) -> bool:
+    """Return whether position ids of a call without a mask leave out some. Transformers reads those
+    of the text alone, (B, T) or the first of four.
+    """
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor) or arguments.get("attention_mask") is not None:
+        return False
+    if _has_three_rows(positions) or positions.device.type == "meta" or is_traced():
+        return False
+    places = positions[0] if positions.dim() == 3 else positions
+    return bool((places.diff() > 1).any())
 
 
 def rows_of_call(arguments: Mapping[str, Any]) -> PackedRows | None:
