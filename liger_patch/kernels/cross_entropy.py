@@ -10,6 +10,7 @@ from liger_patch.kernels.backend import (
     check_backward,
     check_plain_tensors,
     contiguous_features,
+    without_autocast,
 )
 from liger_patch.kernels.graphs import constants, differentiable, operator, sees_operators
 from liger_patch.kernels.head.labels import (
@@ -59,7 +60,8 @@ def _cross_entropy(
     ).contiguous()
     compacted.read_count()  # for the check of the labels
     logits = contiguous_features(logits)
-    losses = cross_entropy_rows(logits, labels.to(torch.int64), options) * factors
+    with without_autocast(logits.device.type):  # a product on a CPU would round to 16 bits
+        losses = cross_entropy_rows(logits, labels.to(torch.int64), options) * factors
     return losses if reduction == "none" else losses.sum(), factors
 
 

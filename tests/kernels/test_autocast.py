@@ -9,6 +9,7 @@ from three_ways import check_linear, linear_inputs
 from torch.nn.functional import linear
 
 from liger_patch.kernels import reference
+from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")
@@ -32,6 +33,16 @@ def test_autocast_leaves_float64_alone():
         loss = linear_cross_entropy(**inputs, labels=labels)
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, reference.linear_cross_entropy(**inputs, labels=labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_ready_made_logits_alone(dtype):
+    """Sums of 32,000 of them are infinite in float16."""
+    logits, labels = 6 * torch.randn(4, 32000), torch.randint(32000, (4,))
+    expected = cross_entropy(logits, labels, label_smoothing=0.1)
+    with torch.autocast("cpu", dtype):
+        loss = cross_entropy(logits, labels, label_smoothing=0.1)
+    assert torch.equal(loss, expected)
 
 
 @pytest.mark.parametrize("mixture", [m for m in MIXTURES if len(set(m)) > 1], ids=str)
