@@ -267,7 +267,12 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"labels": torch.ones(12)}, "labels must be an integer tensor, got torch.float32"),
         ({"token_weight": torch.ones(3)}, r"token_weight must have shape \(12,\), got \(3,\)"),
         ({"num_items_in_batch": -1}, "num_items_in_batch must be a finite number >= 0, got -1"),
-        ({"entropy_out": torch.ones(3)}, r"entropy_out must have shape \(12,\), got \(3,\)"),
+        (
+            {"entropy_out": torch.ones(3)},
+            r"entropy_out must be floating-point \(12,\), got torch.float32 \(3,\)",
+        ),
+        ({"entropy_out": torch.ones(12, dtype=torch.int64)}, r"got torch.int64 \(12,\)"),
+        ({"entropy_out": [1.0]}, "entropy_out must be a tensor, got list"),
         ({"chunk_mib": 0}, "chunk_mib must be a finite number of MiB > 0 or None, got 0"),
     ],
     from_likeliest: [
