@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_checks import as_of
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import Products, assert_same_step, step
@@ -297,8 +298,7 @@ def test_a_layer_that_computes_something_else_is_left_alone(
         monkeypatch.setitem(hooks, -1, lambda *_: None)
     model = tiny_model()
     layer = type(model.model.layers[0].mlp)
-    monkeypatch.setattr(forward, "__module__", layer.forward.__module__)
-    monkeypatch.setattr(layer, "forward", forward)
+    monkeypatch.setattr(layer, "forward", as_of(layer.__module__, forward))
     counts = count_layers(apply_patch(model, layers=True))
     expected = {"rms_norm": 5, "rotary": 2, "attention": 2}
     assert counts == dict.fromkeys(counts, 0) | expected
