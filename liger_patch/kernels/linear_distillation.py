@@ -267,12 +267,10 @@ def linear_distillation(
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low_rank
     if entropy_out is not None:
         check_plain_tensors(entropy_out=entropy_out)
-        got = entropy_out.dtype, entropy_out.shape
-        if not got[0].is_floating_point or got[1] != labels.shape:
-            shape = tuple(labels.shape)
-            raise ValueError(
-                f"entropy_out must be floating-point {shape}, got {got[0]} {tuple(got[1])}"
-            )
+        dtype_out, expected = entropy_out.dtype, tuple(labels.shape)
+        if not dtype_out.is_floating_point or entropy_out.shape != labels.shape:
+            got = f"{dtype_out} {tuple(entropy_out.shape)}"
+            raise ValueError(f"entropy_out must be floating-point {expected}, got {got}")
     if teacher_log_probs is not None or teacher_indices is not None:
         given = teacher_log_probs, teacher_indices
         others = _checked_top_k(*given, inputs, teacher, what, entropy_out)

@@ -123,7 +123,7 @@ def restarts(positions: object, mask: object, shape: torch.Size) -> Tensor | Non
     """
     if not isinstance(positions, Tensor):
         return None
-    places = positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
+    places = _of_text(positions)
     if not _fits(places, shape):
         return None
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -168,13 +168,15 @@ def giving_rows(
     have not reached all of them.
 
     A training step makes no cache unless it was asked to: with one, layers run without kernels.
-    Where positions jump ahead, the model decides: without one, Transformers cuts attention there.
+    Where positions skip or repeat, and say of no sequences, the model decides: without one,
+    Transformers cuts attention there.
     """
     trains = model.training and torch.is_grad_enabled() and arguments.get("labels") is not None
     needs_no_cache = trains and all(arguments.get(n) is None for n in ("use_cache", *CACHES))
     given: dict[str, Any] = {"use_cache": False} if needs_no_cache else {}
     rows = rows_of_call({**arguments, **given})
-    if rows is None and given and _jumps_ahead(arguments):
+    makes_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    if rows is None and given and makes_cache and _are_uneven(arguments):
         given = {}
     yield given if rows is None else {**given, PACKED: rows}
     if rows is not None and rows.reached < record.unpacks:
@@ -184,17 +186,21 @@ def giving_rows(
         )
 
 
-def _jumps_ahead(arguments: Mapping[str, Any]) -> bool:
-    """Return whether position ids of a call without a mask leave out some. Transformers reads those
-    of the text alone, (B, T) or the first of four.
+def _are_uneven(arguments: Mapping[str, Any]) -> bool:
+    """Return whether position ids of a call without a mask have another step than one. The host
+    waits for the device if there are some.
     """
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor) or arguments.get("attention_mask") is not None:
         return False
     if _has_three_rows(positions) or positions.device.type == "meta" or is_traced():
         return False
-    places = positions[0] if positions.dim() == 3 else positions
-    return bool((places.diff() > 1).any())
+    return bool((_of_text(positions).diff() != 1).any())
+
+
+def _of_text(positions: Tensor) -> Tensor:
+    """Return (B, T) of position ids (B, T), or (4, B, T) with those of the text first."""
+    return positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
 
 
 def rows_of_call(arguments: Mapping[str, Any]) -> PackedRows | None:

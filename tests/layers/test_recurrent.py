@@ -245,13 +245,16 @@ def test_single_sequences_run_the_layers_own_code(
     assert found == [(1, 12)]
 
 
+JUMPING = torch.arange(12)[None] + 4 * (torch.arange(12) > 5)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-def test_positions_that_jump_ahead_begin_no_sequence(masked: bool) -> None:
+@pytest.mark.parametrize("positions", [JUMPING, torch.zeros_like(JUMPING)], ids=["jump", "same"])
+def test_uneven_positions_begin_no_sequence(positions: Tensor, masked: bool) -> None:
     """Transformers cuts attention there in calls without a cache and a mask."""
     model, ids = widened(tiny_model(DELTA)), torch.arange(1, 13)[None]
     assert model.training
     assert model.config.use_cache
-    positions = torch.arange(12)[None] + 4 * (torch.arange(12) > 5)
     mask = torch.ones_like(ids) if masked else None
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "attention_mask": mask}
     expected = model(**batch).loss
