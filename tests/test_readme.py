@@ -77,13 +77,13 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "lora_steps": (
         lora_steps_table,
         "lora_step",
-        f"of 18 layers.*(QLoRA|LoRA .)|8B, .*, LoRA|2048, QLoRA;|{LOWER_BOUND}",
+        f"of 18 layers.*(QLoRA|LoRA .)|2048, QLoRA;|{LOWER_BOUND}",
     ),
     "fp8_steps": (lora_steps_table, "lora_step_fp8", LOWER_BOUND),
     "moe_steps": (lora_steps_table, "moe_step", ""),
     "rl_steps": (rl_steps_table, "rl_step", ""),
     "grpo_steps": (rl_steps_table, "rl_step_grpo", "generation"),
-    "grpo_unsloth_steps": (rl_steps_table, "rl_step_unsloth", "Qwen3-8B.*3000"),
+    "grpo_unsloth_steps": (rl_steps_table, "rl_step_unsloth", ""),
     "distillation": (distillation_table, "distillation", "Qwen3-0.6B"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
@@ -102,7 +102,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
 }
 README, PAGE = Path(__file__).parents[1] / "README.md", DOCS / "results.md"
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
-    "lora_summary": (README, of_results(lora_summary, "lora_step", "Gemma-3-4B.*QLoRA")),
+    "lora_summary": (README, of_results(lora_summary, "lora_step")),
     "models": (DOCS / "models.md", lambda: models(ARCHITECTURES)),
     "versions": (PAGE, versions),
 } | {name: (PAGE, of_results(*quoted)) for name, quoted in QUOTED.items()}
