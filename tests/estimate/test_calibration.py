@@ -54,7 +54,7 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("training_step.json", "Llama-3.2-1B, 8 x 2048", "liger_patch, layers"),
     ("training_step_packed.json", "Qwen3-8B + LoRA, 4 x 2048", "eager"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing", "liger_patch"),
-    ("lora_step.json", "Gemma-3-4B, 4 x 2048, QLoRA + checkpointing", OFFLOADED),
+    ("lora_step.json", "Gemma-3-4B, 4 x 2048, LoRA + checkpointing", OFFLOADED),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )

@@ -24,7 +24,7 @@ from liger_patch.kernels.options import LossOptions
 
 MIB = 2**20
 # Beyond these, more memory saves little time, measured on an H200. If the head trains, each chunk
-# reads and writes dweight again: at 512 MiB this costs up to 8 % over 1 GiB. A frozen head has none
+# reads and writes dweight again: 512 MiB cost up to 10 % over 1 GiB. A frozen head has none
 TRAINED_CHUNK_MIB = 512
 FROZEN_CHUNK_MIB = 256
 MAX_CHUNK_MIB = 2**40  # no device has so much

@@ -25,8 +25,8 @@ from liger_patch.kernels.products import writes_float32
 STATISTICS = frozenset({"entropy", "lse", "is_top1"})
 MAX_RANK = 64  # of an adapter: larger tiles would not fit in shared memory beside the stages
 # tokens of a batch: up to so many, the device would wait for the launches of the odds kernels.
-# Measured with 512 tokens on an idle H200: Llama-3-8B's head takes 3.1 ms with odds and 2.9
-# without, Qwen3-0.6B's 2.5 and 1.5. Odds of rows take as many launches more
+# Measured with 512 tokens on an idle H100: Llama-3-8B's head takes 3.1 ms with odds and 2.9
+# without, Qwen3-0.6B's 2.4 and 1.4. Odds of rows take as many launches more
 SMALL_BATCH = 512
 TILE_ROWS, TILE_V, TILE_H = 128, 128, 64  # of a tile of odds, and of a step of its product
 # tiles of rows that share a tile of the weight: as many as keep about 4 MiB of the hidden states in
