@@ -51,10 +51,10 @@ TYPES = {name: kind for kind, names in NAMES_OF.items() for name in names.split(
 class Case(NamedTuple):
     """A compilation of a kernel, or of several alike: each has some of the parameters."""
 
-    name: str
     dtype: str  # of the pointers whose names tell nothing
     given: dict[str, Any]  # types or values of parameters that are not as their names tell
     warps: int
+    name: str = ""  # in a function of ``rows``, which gives one
 
 
 class Compilation(NamedTuple):
@@ -73,6 +73,23 @@ def cases_of(*kernels: str) -> Callable[[Cases], Cases]:
     def take(function: Cases) -> Cases:
         CASES.update(dict.fromkeys(kernels, function))
         return function
+
+    return take
+
+
+def rows(*table: Any, last: Iterable[Any] | None = None) -> Callable[[Any], Cases]:
+    """Decorate the function that returns the case of a target and a row, None if it has none there.
+    ``last``: values of one more parameter, of which each row gets every one.
+    """
+    if last is not None:
+        table = tuple((*row, value) for row in table for value in last)
+
+    def take(function: Callable[..., Case | None]) -> Cases:
+        def cases(target: GPUTarget) -> list[Case]:
+            made = ((function(target, *row), named(row)) for row in table)
+            return [case._replace(name=name) for case, name in made if case is not None]
+
+        return cases
 
     return take
 
