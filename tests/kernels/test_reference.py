@@ -1,5 +1,7 @@
 """The reference, which every other test takes as the truth, against torch.nn.functional."""
 
+from functools import partial
+
 import pytest
 import torch
 from slow_cases import pairwise
@@ -13,11 +15,13 @@ from liger_patch.kernels.options import LossOptions
 CPU = torch.device("cpu")
 
 
-def with_gradient(loss_of, logits, upstream=None):
+def assert_same(ours, theirs, logits):
+    """Compare two losses of the logits, and their gradients."""
     leaf = logits.detach().requires_grad_()
-    loss = loss_of(leaf)
-    loss.backward(torch.ones_like(loss) if upstream is None else upstream)
-    return loss.detach(), leaf.grad
+    losses = ours(leaf), theirs(leaf)
+    torch.testing.assert_close(*losses)
+    upstream = 1 + torch.rand_like(losses[0])
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaf, upstream) for loss in losses))
 
 
 @pytest.mark.parametrize(
@@ -27,52 +31,32 @@ def with_gradient(loss_of, logits, upstream=None):
 def test_reference_is_torch_cross_entropy(reduction, label_smoothing, weighted, ignore_index):
     logits, labels = logits_inputs(torch.float64, CPU, ignore_index=ignore_index)
     class_weight = torch.rand(logits.shape[1], dtype=torch.float64) if weighted else None
-    options = LossOptions(ignore_index, label_smoothing=label_smoothing, class_weight=class_weight)
-    upstream = torch.randn(len(labels), dtype=torch.float64) if reduction == "none" else None
-    ours = with_gradient(
-        lambda x: reference.cross_entropy(x, labels, reduction=reduction, options=options),
-        logits,
-        upstream,
-    )
-    theirs = with_gradient(
-        lambda x: torch_cross_entropy(
-            x,
-            labels,
-            class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-        ),
-        logits,
-        upstream,
-    )
-    torch.testing.assert_close(ours, theirs)
+    shared = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = LossOptions(class_weight=class_weight, **shared)
+    ours = partial(reference.cross_entropy, labels=labels, options=options)
+    theirs = partial(torch_cross_entropy, target=labels, weight=class_weight, **shared)
+    assert_same(partial(ours, reduction=reduction), partial(theirs, reduction=reduction), logits)
 
 
 def test_softcap_scale_z_loss_and_token_weight_are_their_formulas():
     logits, labels = logits_inputs(torch.float64, CPU, ignored=0.0)
     token_weight = torch.rand(len(labels), dtype=torch.float64)
     options = LossOptions(softcap=5.0, logit_scale=0.5, z_loss=0.1)
-    ours = with_gradient(
-        lambda x: reference.cross_entropy(x, labels, token_weight=token_weight, options=options),
-        logits,
-    )
+    given = {"labels": labels, "token_weight": token_weight, "options": options}
 
     def formula(x):
         z = 5.0 * torch.tanh(x * 0.5 / 5.0)
         losses = torch_cross_entropy(z, labels, reduction="none") + 0.1 * torch.logsumexp(z, 1) ** 2
         return (token_weight * losses).sum() / token_weight.sum()
 
-    torch.testing.assert_close(ours, with_gradient(formula, logits))
+    assert_same(partial(reference.cross_entropy, **given), formula, logits)
 
 
 def test_minus_infinity_logits_are_as_in_torch():
     logits, labels = logits_inputs(torch.float64, CPU, ignored=0.0)
     logits[:, :7], labels[labels < 7] = -torch.inf, 7
-    torch.testing.assert_close(
-        with_gradient(lambda x: reference.cross_entropy(x, labels), logits),
-        with_gradient(lambda x: torch_cross_entropy(x, labels), logits),
-    )
+    ours = partial(reference.cross_entropy, labels=labels)
+    assert_same(ours, partial(torch_cross_entropy, target=labels), logits)
 
 
 @pytest.mark.parametrize("items", [4, torch.tensor(4), torch.tensor([4])])
