@@ -5,6 +5,7 @@ is the same call outside of a graph.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -33,25 +34,18 @@ from liger_patch import linear_cross_entropy
 pytestmark = MARKS
 
 
+@pytest.mark.parametrize(
+    ("dynamic", "tokens", "ignored"),
+    [(None, (37,), (0.3, 0.9, 0.0, 1.0)), (True, (37, 12, 50), (0.3,))],
+    ids=["any number of supervised tokens", "any number of tokens"],
+)
 @pytest.mark.parametrize("loss", MANY)
-def test_one_graph_serves_any_number_of_supervised_tokens(loss: Loss) -> None:
+def test_one_graph_serves(loss: Loss, dynamic: bool | None, tokens: Any, ignored: Any) -> None:
     graphs = Graphs("aot_eager")
-    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True, dynamic=dynamic)
     counts = []
-    for ignored in (0.3, 0.9, 0.0, 1.0):
-        given = inputs(ignored=ignored)
-        assert_same(with_gradients(compiled, *given), loss, *given)
-        counts.append(len(graphs.linears))
-    assert len(set(counts)) == 1
-
-
-@pytest.mark.parametrize("loss", MANY)
-def test_a_dynamic_graph_serves_any_number_of_tokens(loss: Loss) -> None:
-    graphs = Graphs("aot_eager")
-    compiled = torch.compile(loss, backend=graphs, fullgraph=True, dynamic=True)
-    counts = []
-    for tokens in (37, 12, 50):
-        given = inputs(tokens)
+    for sizes in itertools.product(tokens, ignored):
+        given = inputs(*sizes)
         assert_same(with_gradients(compiled, *given), loss, *given)
         counts.append(len(graphs.linears))
     assert len(set(counts)) == 1
@@ -135,11 +129,10 @@ def test_a_loss_whose_gradient_nobody_asks_for_adds_none(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", [mean, ready_made])
 def test_labels_outside_the_vocabulary_are_an_error_of_the_graph(loss: Loss) -> None:
-    hidden_states, weight, labels = inputs()
+    *given, labels = inputs()
     labels[1] = 99
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     with pytest.raises(ValueError, match="got 99"):
-        compiled(hidden_states, weight, labels)
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*given, labels)
 
 
 def test_shapes_that_do_not_fit_are_an_error_of_tracing() -> None:
@@ -208,15 +201,13 @@ def test_what_reads_values_is_no_part_of_a_cuda_graph(name: str, reads_values: b
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen: bool, compiled: bool) -> None:
-    def losses(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden_states, weight, labels, reduction="none")
+    def losses(*given: Tensor) -> Tensor:
+        return linear_cross_entropy(*given, reduction="none")
 
-    hidden_states = torch.randn(6, 8, requires_grad=True)
-    weight = torch.randn(11, 8, requires_grad=not frozen)
-    labels = torch.tensor([1, -100, 3, -100, 5, 6])
+    hidden_states, weight, labels = inputs(dtype=torch.float32)
+    leaves = [hidden_states] if frozen else [hidden_states, weight]
+    weight.requires_grad_(not frozen)
     function = torch.compile(losses, backend="aot_eager", fullgraph=True) if compiled else losses
-    found = function(hidden_states, weight, labels)
-    found.backward(torch.where(labels == -100, float("nan"), 1.0))
-    assert hidden_states.grad is not None
-    assert hidden_states.grad.isfinite().all()
-    assert frozen or (weight.grad is not None and weight.grad.isfinite().all())
+    upstream = torch.where(labels == -100, float("nan"), 1.0)
+    found = torch.autograd.grad(function(hidden_states, weight, labels), leaves, upstream)
+    assert all(gradient.isfinite().all() for gradient in found)
