@@ -43,7 +43,7 @@ NAMES_OF = {  # parameters whose type is the same in most kernels; other pointer
     "*bf16": "beta_ptr dbeta_ptr",
     "*i1": "is_top1_ptr",
     "*i32": "ids_ptr offsets_ptr overflow_ptr place_ptr places_ptr slots_ptr words_ptr",
-    "*i64": "index_ptr labels_ptr order_ptr",
+    "*i64": "counts_ptr index_ptr labels_ptr order_ptr rows_ptr",
 }
 TYPES = {name: kind for kind, names in NAMES_OF.items() for name in names.split()}
 

@@ -253,7 +253,7 @@ def add_thin(target, dtype, rank, is_a, number):
 )
 def gather(target, dtype, rank, is_b, number):
     given: dict[str, Any] = {"SLOTS": 8, "RANK": rank or 16, "EXPERTS": number}
-    given |= {"BLOCK_H": expert_rows.GATHER_BLOCK, "features": MULTIPLE}
+    given |= {"BLOCK_H": expert_rows.GATHER_BLOCK, "features": MULTIPLE, "rows_ptr": f"*{dtype}"}
     if rank:
         given["a_rank_stride" if is_b else "a_stride"] = 1
     else:

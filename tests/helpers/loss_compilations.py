@@ -91,8 +91,8 @@ def scale_elements(target, dtype, size):
     ("bf16", "bf16", 0),  # hidden states to scaled ones
 )
 def scale_rows(target, values, out, has_rows):
-    given = {"rows_ptr": "*i64" if has_rows else None, "out_ptr": f"*{out}"}
-    given |= {"weight_ptr": "*bf16", "BLOCK": scale.ROW_BLOCK}
+    given = {"out_ptr": f"*{out}", "weight_ptr": "*bf16", "BLOCK": scale.ROW_BLOCK}
+    given |= absent("rows_ptr", unless=has_rows)
     of_products = "labels_ptr label_gradients_ptr weight_ptr weight_stride"
     return Case(values, given | absent(of_products, unless=values == "fp32"), 4)
 
@@ -123,8 +123,8 @@ def odds(target, softcap, writes, rank, sums):
     given |= {"x": _tile(height, columns), "weight": _tile(classes, columns)}
     given |= {"odds": _tile(height, classes // constants["PARTS"]) if writes else None}
     given |= {"low_rank": _tile(height, rank), "low_rank_weight": _tile(classes, rank)}
-    given |= absent("low_rank low_rank_weight", unless=rank) | {"counts_ptr": "*i64"}
-    return Case("bf16", given | absent("softcap", unless=softcap), constants["num_warps"])
+    given |= absent("low_rank low_rank_weight", unless=rank) | absent("softcap", unless=softcap)
+    return Case("bf16", given, constants["num_warps"])
 
 
 def _tile(height: int, columns: int) -> str:
@@ -136,7 +136,7 @@ def _tile(height: int, columns: int) -> str:
 def label_logit(target, softcap, rank):
     low_rank = "low_rank_ptr low_rank_weight_ptr low_rank_stride low_rank_weight_stride rank"
     given = head_odds.DOT | absent("softcap", unless=softcap) | absent(low_rank, unless=rank)
-    return Case("bf16", given | each("rows_ptr counts_ptr", "*i64"), 4)
+    return Case("bf16", given, 4)
 
 
 @cases_of("finish_kernel")
@@ -146,7 +146,7 @@ def finish(target, softcap, class_weight, writes, statistics):
         return None
     if target != FULL and {softcap, writes} != {statistics}:  # not served there
         return None
-    given = {"SUMS": 3 if statistics else 2, "TILE_V": head_odds.TILE_V, "counts_ptr": "*i64"}
+    given = {"SUMS": 3 if statistics else 2, "TILE_V": head_odds.TILE_V}
     given |= absent("row_scale_ptr", unless=writes)
     given |= each("class_weight_ptr", "*bf16") if softcap else absent("softcap")
     given |= absent("class_weight_ptr", unless=class_weight)
@@ -157,15 +157,14 @@ def finish(target, softcap, class_weight, writes, statistics):
 @cases_of("_order_tokens_kernel")
 @rows(("i64",), ("i32",), ("i16",), ("i8",), ("u8",))
 def order_tokens(target, dtype):
-    given = each("rows_ptr counts_ptr", "*i64") | {"BLOCK": labels.ORDER_BLOCK}
-    return Case(dtype, given, labels.ORDER_WARPS)
+    return Case(dtype, {"BLOCK": labels.ORDER_BLOCK}, labels.ORDER_WARPS)
 
 
 @cases_of("_add_label_rows_kernel")
 @rows(*itertools.product(("bf16", "fp32"), (0, 1)))
 def add_label_rows(target, dweight, has_rows):
     given = {"labels_ptr": "*i32", "dweight_ptr": f"*{dweight}", **labels.BLOCKS}
-    return Case("bf16", given | {"rows_ptr": "*i64" if has_rows else None}, labels.WARPS)
+    return Case("bf16", given | absent("rows_ptr", unless=has_rows), labels.WARPS)
 
 
 @cases_of("_row_sums_kernel")
