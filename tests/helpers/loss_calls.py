@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from exactness import assert_no_worse
 from slow_cases import slow_but
+from three_ways import linear_inputs
 from torch import Tensor
 
 from liger_patch import cross_entropy, linear_cross_entropy
@@ -50,11 +51,8 @@ MANY = slow_but([mean, ready_made], LOSSES)
 def inputs(
     tokens: int = 37, ignored: float = 0.3, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    hidden_states = torch.randn(tokens, 16, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(51, 16, generator=generator, dtype=dtype, requires_grad=True)
-    labels = torch.randint(0, 51, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) < ignored] = -100
+    given, labels = linear_inputs(dtype, torch.device("cpu"), tokens, 16, 51, ignored=ignored)
+    hidden_states, weight = (each.requires_grad_() for each in given.values())
     return hidden_states, weight, labels
 
 
