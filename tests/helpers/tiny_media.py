@@ -86,6 +86,11 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def pixels(*shape: int, seed: int = 0) -> Tensor:
+    """Images of shape (*shape, 3, IMAGE_SIZE, IMAGE_SIZE)."""
+    return randn(*shape, 3, IMAGE_SIZE, IMAGE_SIZE, seed=seed)
+
+
 def first(lengths: list[int], longest: int) -> Tensor:
     """(number of lengths, longest) True in the first so many of each row."""
     return torch.arange(longest) < torch.tensor(lengths)[:, None]
@@ -96,10 +101,18 @@ def images(*tokens: int) -> list[int]:
     return [i for n in tokens for i in (VISION_START, *[IMAGE] * n, VISION_END)]
 
 
+def sounds(*tokens: int) -> list[int]:
+    return [i for n in tokens for i in (AUDIO_START, *[AUDIO] * n, AUDIO_END)]
+
+
+def fixed(prompt: list[int], **inputs: Any) -> Form:
+    """The same for every configuration."""
+    return lambda _: Media(prompt, inputs)
+
+
 def pictures(tokens: int, *others: str) -> Form:
     """Images of one size, the same under other names too."""
-    values = {name: randn(N, 3, IMAGE_SIZE, IMAGE_SIZE) for name in ("pixel_values", *others)}
-    return lambda _: Media(images(tokens, tokens), values)
+    return fixed(images(tokens, tokens), **{n: pixels(N) for n in ("pixel_values", *others)})
 
 
 def half_masked(*shape: int) -> Tensor:
@@ -109,24 +122,10 @@ def half_masked(*shape: int) -> Tensor:
     return mask.view(*shape, IMAGE_SIZE, IMAGE_SIZE)
 
 
-def masked(_: Any) -> Media:
-    """Images with a mask of their pixels (Aria)."""
-    pixels = randn(N, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return Media(images(4, 4), {"pixel_values": pixels, "pixel_mask": half_masked(N)})
-
-
-def masked_by_sequence(_: Any) -> Media:
-    """The same with a dimension of the images of one sequence (Idefics)."""
-    pixels = randn(SEQUENCES, 2, 3, IMAGE_SIZE, IMAGE_SIZE)
-    mask = half_masked(SEQUENCES, 2)
-    return Media(images(4, 4), {"pixel_values": pixels, "pixel_attention_mask": mask})
-
-
 def sized(*tokens: int) -> Form:
     """Images in one tensor, with their sizes in pixels."""
     sizes = torch.tensor(GRIDS * SEQUENCES) * PATCH_SIZE
-    pixels = randn(N, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return lambda _: Media(images(*tokens), {"pixel_values": pixels, "image_sizes": sizes})
+    return fixed(images(*tokens), pixel_values=pixels(N), image_sizes=sizes)
 
 
 def grids(config: Any) -> Media:
@@ -141,15 +140,14 @@ def grids(config: Any) -> Media:
 def square_patches(config: Any) -> Media:
     """The same with patches of three dimensions."""
     media = grids(config)
-    pixels = media.inputs["pixel_values"].view(PATCHES, 3, PATCH_SIZE, PATCH_SIZE)
-    return media._replace(inputs=media.inputs | {"pixel_values": pixels})
+    patches = media.inputs["pixel_values"].view(PATCHES, 3, PATCH_SIZE, PATCH_SIZE)
+    return media._replace(inputs=media.inputs | {"pixel_values": patches})
 
 
 def merged_grids(config: Any) -> Media:
     """The same with the number of patches to merge, for each image (VideoLLaMA 3)."""
-    media = grids(config)
     sizes = {"image_merge_sizes": torch.tensor([MERGE_SIZE, 1] * SEQUENCES)}
-    return Media(images(MERGED[0], math.prod(GRIDS[1])), media.inputs | sizes)
+    return Media(images(MERGED[0], math.prod(GRIDS[1])), grids(config).inputs | sizes)
 
 
 def positions(merge: int, side: int = SIDE) -> Form:
@@ -158,34 +156,23 @@ def positions(merge: int, side: int = SIDE) -> Form:
     grid = torch.cartesian_prod(torch.arange(side), torch.arange(side))
     padded = grid.clone()
     padded[side**2 // 2 :] = -1
-    inputs = {
-        "pixel_values": randn(N, side**2, values),
-        "image_position_ids": torch.stack([grid, padded] * SEQUENCES),
-    }
     tokens = side**2 // merge**2
-    return lambda _: Media(images(tokens, tokens // 2), inputs)
-
-
-def padded_patches(_: Any) -> Media:
-    """Patches of each image, padded, with the shapes of the images (LFM2-VL)."""
-    lengths = [rows * columns for rows, columns in GRIDS] * SEQUENCES
-    inputs = {
-        "pixel_values": randn(N, SIDE**2, PATCH_VALUES),
-        "spatial_shapes": torch.tensor(GRIDS * SEQUENCES),
-        "pixel_attention_mask": first(lengths, SIDE**2).long(),
-    }
-    return Media(images(*MERGED), inputs)
+    return fixed(
+        images(tokens, tokens // 2),
+        pixel_values=randn(N, side**2, values),
+        image_position_ids=torch.stack([grid, padded] * SEQUENCES),
+    )
 
 
 def one_row(merge: int) -> Form:
     """Patches of all images beside each other in one row (MiniCPM-V)."""
     sizes = [(SIDE, SIDE), (SIDE, 2 * SIDE)]
     patches = [rows * columns for rows, columns in sizes]
-    inputs = {
-        "pixel_values": randn(1, 3, PATCH_SIZE, SEQUENCES * sum(patches) * PATCH_SIZE),
-        "target_sizes": torch.tensor(sizes * SEQUENCES, dtype=torch.int32),
-    }
-    return lambda _: Media(images(*(number // merge**2 for number in patches)), inputs)
+    return fixed(
+        images(*(number // merge**2 for number in patches)),
+        pixel_values=randn(1, 3, PATCH_SIZE, SEQUENCES * sum(patches) * PATCH_SIZE),
+        target_sizes=torch.tensor(sizes * SEQUENCES, dtype=torch.int32),
+    )
 
 
 # An image (8, 32) in two tiles of 16 x 16 and one of the whole: the tokens of the whole, and those
@@ -195,55 +182,33 @@ TILED = SIDE**2 + SIDE // 2 * (2 * SIDE + 1)
 
 def tiles(**others: Any) -> Form:
     """One image for each sequence, in tiles (LLaVA-NeXT)."""
-    inputs = {
-        "pixel_values": randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE),
-        "image_sizes": torch.tensor([[IMAGE_SIZE // 2, 2 * IMAGE_SIZE]] * SEQUENCES),
-        **others,
-    }
-    return lambda _: Media(images(TILED), inputs)
+    sizes = torch.tensor([[IMAGE_SIZE // 2, 2 * IMAGE_SIZE]] * SEQUENCES)
+    return fixed(images(TILED), pixel_values=pixels(SEQUENCES, 3), image_sizes=sizes, **others)
 
 
 def with_video(form: Form, tokens: int) -> Form:
     """The form with a video of two frames for each sequence, of so many tokens."""
-    video = {"pixel_values_videos": randn(SEQUENCES, 2, 3, IMAGE_SIZE, IMAGE_SIZE, seed=1)}
+    video = {"pixel_values_videos": pixels(SEQUENCES, 2, seed=1)}
 
     def both(config: Any) -> Media:
         media = form(config)
-        prompt = [*media.prompt, *[VIDEO] * tokens]
-        return Media(prompt, media.inputs | video)
+        return Media([*media.prompt, *[VIDEO] * tokens], media.inputs | video)
 
     return both
 
 
-def padded_tiles(_: Any) -> Media:
-    """Two tiles for each sequence, and one of padding (Granite Docling)."""
-    pixels = randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE)
-    mask = first([2] * SEQUENCES, 3)
-    return Media(images(4, 4), {"pixel_values": pixels, "pixel_attention_mask": mask})
-
-
-def crops(**others: Any) -> Form:
-    """Images with crops of the first image of each sequence (Step 3.7)."""
-    inputs = {
-        "pixel_values": randn(N, 3, IMAGE_SIZE, IMAGE_SIZE),
-        "pixel_values_local": randn(2 * SEQUENCES, 3, IMAGE_SIZE, IMAGE_SIZE, seed=1),
-        "num_local_patches": [2, 0] * SEQUENCES,
-        **others,
-    }
-    return lambda _: Media(images(3, 1), inputs)
-
-
-def newlined_crops(config: Any) -> Media:
-    """Crops in rows: a newline ends each row, a separator each image (Unlimited-OCR)."""
-    media = crops(patches_grid=[[2, 1], [0, 0]] * SEQUENCES)(config)
-    return media._replace(prompt=images(3 + 2 + 1, 2 + 1))
+def crops(prompt: list[int], **others: Any) -> Form:
+    """Images with crops of the first image of each sequence."""
+    local = {"pixel_values_local": pixels(2 * SEQUENCES, seed=1)}
+    numbers = {"num_local_patches": [2, 0] * SEQUENCES}
+    return fixed(prompt, pixel_values=pixels(N), **local, **numbers, **others)
 
 
 def cross_attended(_: Any) -> Media:
     """Images in one tile and in two, which the text attends to (Llama 3.2)."""
     tiles = first([1, 2] * SEQUENCES, NUM_TILES).long().view(SEQUENCES, 2, NUM_TILES)
     inputs = {
-        "pixel_values": randn(SEQUENCES, 2, NUM_TILES, 3, IMAGE_SIZE, IMAGE_SIZE),
+        "pixel_values": pixels(SEQUENCES, 2, NUM_TILES),
         "aspect_ratio_ids": torch.tensor([[1, 2]] * SEQUENCES),
         "aspect_ratio_mask": tiles,
     }
@@ -251,42 +216,27 @@ def cross_attended(_: Any) -> Media:
     return Media([IMAGE] * 2, inputs, mask)
 
 
-def unencoded_patches(_: Any) -> Media:
-    """Patches that no tower encodes (Fuyu)."""
-    name = "image_patches" if transformers.__version__.startswith("5.0.") else "pixel_values"
-    return Media([IMAGE] * SIDE**2, {name: randn(SEQUENCES, SIDE**2, PATCH_VALUES)})
-
-
 def patches_with_places(_: Any) -> Media:
     """Patches with their rows and columns in front, counted from 1 (KOSMOS-2.5)."""
     grid = torch.cartesian_prod(torch.arange(1, SIDE + 1), torch.arange(1, SIDE + 1))
     places = grid.expand(SEQUENCES, -1, -1)
     patches = torch.cat([places, randn(SEQUENCES, SIDE**2, PATCH_VALUES)], -1)
-    return Media(
-        [IMAGE] * 4, {"flattened_patches": patches}, {"image_embeds_position_mask": (1, 0)}
-    )
+    mask = {"image_embeds_position_mask": (1, 0)}
+    return Media([IMAGE] * 4, {"flattened_patches": patches}, mask)
 
 
-def ovis(_: Any) -> Media:
-    """One image for each sequence, between tokens that the tower embeds too."""
-    pixels = randn(SEQUENCES, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return Media([VISION_START, *[IMAGE] * SIDE**2, VISION_END], {"pixel_values": pixels})
-
-
-def phi4_images(_: Any) -> Media:
-    """A whole image and two crops beside each other, pooled; newlines and a separator."""
-    inputs = {
-        "image_pixel_values": randn(SEQUENCES, 3, 3, IMAGE_SIZE, IMAGE_SIZE),
-        "image_sizes": torch.tensor([[IMAGE_SIZE, 2 * IMAGE_SIZE]] * SEQUENCES),
-        "image_attention_mask": torch.ones(SEQUENCES, 3, SIDE, SIDE, dtype=torch.bool),
-    }
-    pooled = SIDE // 2
-    return Media(images(pooled * (2 * pooled + 1) + 1 + pooled * (pooled + 1)), inputs)
-
-
+FUYU = "image_patches" if transformers.__version__.startswith("5.0.") else "pixel_values"
+POOLED = SIDE // 2  # patches of Phi-4, which joins them before they are tokens
 IMAGES: dict[str, Form] = {
     **each("lighton_ocr mistral3 mistral_large4", sized(*MERGED)),
-    **each("idefics2 idefics3 smolvlm", masked_by_sequence),
+    **each(
+        "idefics2 idefics3 smolvlm",
+        fixed(
+            images(4, 4),
+            pixel_values=pixels(SEQUENCES, 2),
+            pixel_attention_mask=half_masked(SEQUENCES, 2),
+        ),
+    ),
     **each("aya_vision cohere2_vision internvl llama4 qianfan_ocr", pictures(4)),
     **each("deepseek_vl gemma3 gemma3n janus llava paligemma t5gemma2 vipllava", pictures(16)),
     **each(
@@ -296,17 +246,29 @@ IMAGES: dict[str, Form] = {
         " qwen3_vl qwen3_vl_moe qwen4_exp",
         grids,
     ),
-    "aria": masked,
+    "aria": fixed(images(4, 4), pixel_values=pixels(N), pixel_mask=half_masked(N)),
     "deepseek_vl_hybrid": pictures(16, "high_res_pixel_values"),
     "emu3": sized(4 * 5, 2 * 5),
-    "fuyu": unencoded_patches,
+    # patches that no tower encodes
+    "fuyu": fixed([IMAGE] * SIDE**2, **{FUYU: randn(SEQUENCES, SIDE**2, PATCH_VALUES)}),
     "gemma4": positions(2),
     "gemma4_unified": positions(1, SIDE // MERGE_SIZE),
     "got_ocr2": pictures(1),
-    "granite_docling": padded_tiles,
+    # two tiles for each sequence, and one of padding
+    "granite_docling": fixed(
+        images(4, 4),
+        pixel_values=pixels(SEQUENCES, 3),
+        pixel_attention_mask=first([2] * SEQUENCES, 3),
+    ),
     "kimi_k25": square_patches,
     "kosmos-2.5": patches_with_places,
-    "lfm2_vl": padded_patches,
+    # patches of each image, padded, with the shapes of the images
+    "lfm2_vl": fixed(
+        images(*MERGED),
+        pixel_values=randn(N, SIDE**2, PATCH_VALUES),
+        spatial_shapes=torch.tensor(GRIDS * SEQUENCES),
+        pixel_attention_mask=first([math.prod(g) for g in GRIDS] * SEQUENCES, SIDE**2).long(),
+    ),
     "llava_next": tiles(),
     "llava_next_video": with_video(tiles(), 2 * 4),
     "llava_onevision": with_video(
@@ -316,72 +278,50 @@ IMAGES: dict[str, Form] = {
     "minicpmv4_6": one_row(4),
     "minicpmv4_7": one_row(4),
     "mllama": cross_attended,
-    "ovis2": ovis,
+    # one image for each sequence, between tokens that the tower embeds too
+    "ovis2": fixed(images(SIDE**2), pixel_values=pixels(SEQUENCES)),
     "paddleocr_vl": square_patches,
-    "phi4_multimodal": phi4_images,
-    "step3p7": crops(),
-    "unlimited_ocr": newlined_crops,
+    # a whole image and two crops beside each other, pooled; newlines and a separator
+    "phi4_multimodal": fixed(
+        images(POOLED * (2 * POOLED + 1) + 1 + POOLED * (POOLED + 1)),
+        image_pixel_values=pixels(SEQUENCES, 3),
+        image_sizes=torch.tensor([[IMAGE_SIZE, 2 * IMAGE_SIZE]] * SEQUENCES),
+        image_attention_mask=torch.ones(SEQUENCES, 3, SIDE, SIDE, dtype=torch.bool),
+    ),
+    "step3p7": crops(images(3, 1)),
+    # in rows: a newline ends each row, a separator each image
+    "unlimited_ocr": crops(images(3 + 2 + 1, 2 + 1), patches_grid=[[2, 1], [0, 0]] * SEQUENCES),
     "video_llama_3": merged_grids,
     "video_llava": with_video(pictures(16), 2 * 17),
 }
 
 
-def sounds(*tokens: int) -> list[int]:
-    return [i for n in tokens for i in (AUDIO_START, *[AUDIO] * n, AUDIO_END)]
-
-
 def spectrograms(
-    *tokens: int, mask: str | None = "input_features_mask", frames: int = FRAMES, short: int = SHORT
+    *tokens: int,
+    mask: str | None = "input_features_mask",
+    frames: int = FRAMES,
+    short: int = SHORT,
+    **others: Any,
 ) -> Form:
     """A long one and a short one for each sequence, with a mask of frames."""
     inputs: dict[str, Any] = {"input_features": randn(N, MEL_BINS, frames)}
     if mask is not None:
         inputs[mask] = first([frames, short] * SEQUENCES, frames).long()
-    return lambda _: Media(sounds(*tokens), inputs)
+    return fixed(sounds(*tokens), **inputs, **others)
 
 
 def frames_first(*tokens: int, mel_bins: int = MEL_BINS) -> Form:
     """Spectrograms whose frames come before their values (Gemma)."""
-    inputs = {
-        "input_features": randn(N, FRAMES, mel_bins),
-        "input_features_mask": first([FRAMES, SHORT] * SEQUENCES, FRAMES),
-    }
-    return lambda _: Media(sounds(*tokens), inputs)
+    mask = first([FRAMES, SHORT] * SEQUENCES, FRAMES)
+    features = randn(N, FRAMES, mel_bins)
+    return fixed(sounds(*tokens), input_features=features, input_features_mask=mask)
 
 
 def embedded(config: Any) -> Media:
     """Samples, cut into what is a token each (Gemma 4 Unified)."""
-    inputs = {
-        "input_features": randn(N, 6, config.audio_config.audio_embed_dim),
-        "input_features_mask": first([6, 4] * SEQUENCES, 6),
-    }
-    return Media(sounds(6, 4), inputs)
-
-
-def windows(_: Any) -> Media:
-    """Two windows of 15 frames, of three tokens each, with a mask of tokens (Granite Speech)."""
-    inputs = {
-        "input_features": randn(N, 30, MEL_BINS),
-        "input_features_mask": first([6, 4] * SEQUENCES, 6),
-    }
-    return Media(sounds(6, 4), inputs)
-
-
-def moss(config: Any) -> Media:
-    """Spectrograms beside the mask of the samples that they were made of."""
-    media = spectrograms(4, 3)(config)
-    return media._replace(
-        inputs=media.inputs | {"padding_mask": torch.ones(N, FRAMES, dtype=torch.long)}
-    )
-
-
-def phi4_sound(_: Any) -> Media:
-    inputs = {
-        "audio_input_features": randn(N, FRAMES, MEL_BINS),
-        "audio_embed_sizes": torch.tensor([4, 3] * SEQUENCES),
-        "audio_attention_mask": first([FRAMES, SHORT] * SEQUENCES, FRAMES),
-    }
-    return Media(sounds(4, 3), inputs)
+    features = randn(N, 6, config.audio_config.audio_embed_dim)
+    mask = first([6, 4] * SEQUENCES, 6)
+    return Media(sounds(6, 4), {"input_features": features, "input_features_mask": mask})
 
 
 def without_text(_: Any) -> Media:
@@ -393,11 +333,8 @@ def without_text(_: Any) -> Media:
 
 def waveforms(_: Any) -> Media:
     """Samples, of which four are a token (VibeVoice)."""
-    inputs = {
-        "input_values": randn(SEQUENCES, 1, 24),
-        "padding_mask": torch.ones(SEQUENCES, 24, dtype=torch.bool),
-    }
-    return Media([AUDIO] * 6, inputs)
+    mask = torch.ones(SEQUENCES, 24, dtype=torch.bool)
+    return Media([AUDIO] * 6, {"input_values": randn(SEQUENCES, 1, 24), "padding_mask": mask})
 
 
 class NoiseScheduler:
@@ -424,11 +361,26 @@ SOUND: dict[str, Form] = {
     "gemma4": frames_first(8, 5, mel_bins=8),
     "gemma4_unified": embedded,
     "glmasr": spectrograms(4, 2),
-    "granite_speech": windows,
-    "granite_speech_plus": windows,
-    "moss_transcribe_diarize": moss,
+    # two windows of 15 frames, of three tokens each, with a mask of tokens
+    **each(
+        "granite_speech granite_speech_plus",
+        fixed(
+            sounds(6, 4),
+            input_features=randn(N, 30, MEL_BINS),
+            input_features_mask=first([6, 4] * SEQUENCES, 6),
+        ),
+    ),
+    # beside the mask of the samples that they were made of
+    "moss_transcribe_diarize": spectrograms(
+        4, 3, padding_mask=torch.ones(N, FRAMES, dtype=torch.long)
+    ),
     "musicflamingo": spectrograms(8, 5),
-    "phi4_multimodal": phi4_sound,
+    "phi4_multimodal": fixed(
+        sounds(4, 3),
+        audio_input_features=randn(N, FRAMES, MEL_BINS),
+        audio_embed_sizes=torch.tensor([4, 3] * SEQUENCES),
+        audio_attention_mask=first([FRAMES, SHORT] * SEQUENCES, FRAMES),
+    ),
     "pop2piano": without_text,
     "qwen2_5_omni_thinker": spectrograms(8, 5, mask="feature_attention_mask"),
     "qwen2_audio": spectrograms(8, 5, mask="feature_attention_mask"),
