@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from exactness import assert_no_worse
 from rows import RAISE_IN_EAGER, model_type
 from tiny_models import tiny_batch, tiny_model
-from training_step import call, gradients, router_arguments, tell_apart
+from training_step import assert_fused, assert_same_step, call, gradients, router_arguments
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, registry, revert_patch
@@ -51,12 +50,12 @@ def test_one_step_of_every_architecture(row: registry.Architecture) -> None:
     apply_patch(model, strict=True)
     outputs = call(model, arguments)
     ours = {"loss": outputs.loss.detach(), **gradients(model, outputs.loss)}
+    assert_fused(model)
     status = patch_status(model)
-    assert (status.fused, status.reason, status.architecture) == (True, None, "tested")
+    assert status.architecture == "tested"
     assert isinstance(outputs.logits, DeferredLogits)
     assert not outputs.logits.is_computed
-    eager, ours = tell_apart(eager, ours)
-    assert_no_worse(ours, eager, eager, torch.float32)
+    assert_same_step(ours, eager)
     torch.testing.assert_close(torch.as_tensor(outputs.logits.detach()), logits)
     counts = count_layers(model)
     found = {layer for layer, count in counts.items() if count}
