@@ -180,65 +180,47 @@ def found(root: Path, *groups: dict[str, str]) -> int | None:
     return available_bytes(root)
 
 
-def group(folder: str, limit: str, used: int, files: int, *, version: int = 2) -> dict[str, str]:
-    """The files of a control group, in bytes."""
-    names = {
-        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        2: ("memory.max", "memory.current", "inactive_file"),
-    }[version]
+def group(folder: str, limit: int | None, used: int, files: int = 0) -> dict[str, str]:
+    """The files of a control group, in GiB; a folder of memory alone is of the first version."""
+    if folder.startswith("memory"):
+        unlimited = str(2**63 - 4096)
+        names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    else:
+        unlimited, names = "max", ("memory.max", "memory.current", "inactive_file")
     place = f"sys/fs/cgroup/{folder}".rstrip("/")
     return {
-        f"{place}/{names[0]}": f"{limit}\n",
-        f"{place}/{names[1]}": f"{used}\n",
-        f"{place}/memory.stat": f"anon 7\n{names[2]} {files}\n",
+        f"{place}/{names[0]}": f"{unlimited if limit is None else limit * GIB}\n",
+        f"{place}/{names[1]}": f"{used * GIB}\n",
+        f"{place}/memory.stat": f"anon 7\n{names[2]} {files * GIB}\n",
     }
 
 
-def own(lines: str) -> dict[str, str]:
-    """What a process reads of its control groups."""
-    return {"proc/self/cgroup": f"{lines}\n"}
-
-
-# the files of a system, and the GiB that are available beside a sixteenth that is left to others
-SYSTEMS: dict[str, tuple[list[dict[str, str]], int | None]] = {
-    "another system": ([], None),
-    "the machine alone": ([MACHINE], AVAILABLE),
+# on the machine: what a process reads of its control groups, these, and the GiB that are available
+# beside a sixteenth that is left to others
+SYSTEMS: dict[str, tuple[str, list[dict[str, str]], int]] = {
     # whose cached files can go
-    "a container": ([MACHINE, own("0::/"), group("", str(16 * GIB), 10 * GIB, 3 * GIB)], 8 * GIB),
-    "a job": (
-        [MACHINE, own("0::/job/step"), group("job/step", str(16 * GIB), 10 * GIB, 3 * GIB)],
-        8 * GIB,
-    ),
-    "a limit of a parent": (
-        [
-            MACHINE,
-            own("0::/job/step"),
-            group("job", str(16 * GIB), 2 * GIB, 0),
-            group("job/step", "max", 2 * GIB, 0),
-        ],
-        13 * GIB,
-    ),
-    "a container that does not see its own path": (
-        [MACHINE, own("0::/docker/1234"), group("", str(16 * GIB), GIB, 0)],
-        14 * GIB,
-    ),
+    "a container": ("0::/", [group("", 16, 10, files=3)], 8),
+    "a job": ("0::/job/step", [group("job/step", 16, 10, files=3)], 8),
+    "a limit of a parent": ("0::/job/step", [group("job", 16, 2), group("job/step", None, 2)], 13),
+    "a container that does not see its own path": ("0::/docker/1234", [group("", 16, 1)], 14),
     "the first version of control groups": (
-        [
-            MACHINE,
-            own("5:cpu,cpuacct:/job\n4:memory:/job\n0::/"),
-            group("memory", str(2**63 - 4096), GIB, 0, version=1),
-            group("memory/job", str(16 * GIB), 4 * GIB, 0, version=1),
-        ],
-        11 * GIB,
+        "5:cpu,cpuacct:/job\n4:memory:/job\n0::/",
+        [group("memory", None, 1), group("memory/job", 16, 4)],
+        11,
     ),
-    "no memory is left": ([MACHINE, own("0::/"), group("", str(16 * GIB), 16 * GIB, 0)], 0),
+    "no memory is left": ("0::/", [group("", 16, 16)], 0),
 }
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_what_is_available(name: str, tmp_path: Path) -> None:
-    files, expected = SYSTEMS[name]
-    assert found(tmp_path, *files) == expected
+def test_a_control_group_bounds_what_is_available(name: str, tmp_path: Path) -> None:
+    own, groups, expected = SYSTEMS[name]
+    own_groups = {"proc/self/cgroup": f"{own}\n"}
+    assert found(tmp_path, MACHINE, own_groups, *groups) == expected * GIB
+
+
+def test_another_system_does_not_say_what_is_available(tmp_path: Path) -> None:
+    assert found(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])
@@ -311,7 +293,7 @@ def test_nothing_of_it_stays_on_the_model() -> None:
     before = functions(model)
     offloaded(model)
     loss = model(**tiny_batch_of(model)).loss
-    assert all(a is b for a, b in zip(functions(model), before, strict=True))
+    assert functions(model) == before
     loss.backward()
     copied = copy.deepcopy(model)
     revert_patch(model)
@@ -330,7 +312,7 @@ def test_an_exception_leaves_nothing_behind(reentrant: bool) -> None:
     with pytest.raises(ZeroDivisionError):
         step(model)
     failing.remove()
-    assert all(a is b for a, b in zip(functions(model), before, strict=True))
+    assert functions(model) == before
     found = step(model)
     gc.collect()
     assert offload.host_bytes == 2 * PIECE_BYTES
