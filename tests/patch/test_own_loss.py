@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from exactness import assert_no_worse, assert_same_bits
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
@@ -22,7 +21,7 @@ from untested_classes import NOTICE
 from liger_patch import apply_patch, patch_status
 
 
-class OwnLoss(transformers.LlamaForCausalLM):
+class OwnLoss(LlamaForCausalLM):
     """Computes its loss itself, as some models of Transformers do."""
 
     def forward(
@@ -122,7 +121,7 @@ def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
 
 
 def test_a_loss_outside_the_model_is_said_in_its_backward_pass() -> None:
-    model = patched_llama()
+    model = apply_patch(tiny_model(), layers=False)
     batch = tiny_batch(model)
     assert call(model, batch).loss.isfinite()
     assert patch_status(model).fused
@@ -140,7 +139,7 @@ def test_a_loss_outside_the_model_is_an_error_where_a_fused_one_is_demanded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "0")
-    model = patched_llama()
+    model = apply_patch(tiny_model(), layers=False)
     logits = model(input_ids=tiny_batch(model)["input_ids"]).logits
     with pytest.raises(RuntimeError, match="demands the fused loss, but the model was called"):
         logits.mean().backward()
@@ -168,10 +167,6 @@ def test_a_replaced_loss_is_the_users(
     with patched(model, layers=False), pytest.warns(UserWarning, match=f"{name} was replaced"):
         ours = step(model, batch)
     assert_same_bits(ours, truth)
-
-
-def patched_llama() -> Any:
-    return apply_patch(tiny_model(), layers=False)
 
 
 DEPTH = 3

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse, assert_same_bits
+from exactness import assert_same_bits
 from slow_cases import slow_but
 from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
 from torch import Tensor
-from training_step import call, joined, step, widened
+from training_step import assert_right, call, step, widened
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.fuse import HeadProduct
@@ -78,13 +78,9 @@ def test_only_the_first_training_step_is_compared_and_with_the_flag(
     assert verified == [None]
 
 
-def test_the_comparison_leaves_loss_and_gradients_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_comparison_leaves_loss_and_gradients_as_they_are() -> None:
     model = apply_patch(tiny_model())
-    compared = step(model, tiny_batch(model))
-    ordinary = step(model, tiny_batch(model))
-    assert_same_bits(compared, ordinary)
+    assert_same_bits(step(model, tiny_batch(model)), step(model, tiny_batch(model)))
 
 
 def no_head_gradient(product_: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,21 +95,18 @@ def wrong_losses(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: rows(*args, **kwargs).mul_(1.01)
 
 
-def gradients_of(value: float) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    def replacement(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def broken(*args: Any, dlogits: Tensor | None = None, **kwargs: Any) -> Tensor:
-            losses = rows(*args, dlogits=dlogits, **kwargs)
-            if dlogits is not None:
-                dlogits.fill_(value)
-            return losses
+def gradients_of(value: float, rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def broken(*args: Any, dlogits: Tensor | None = None, **kwargs: Any) -> Tensor:
+        losses = rows(*args, dlogits=dlogits, **kwargs)
+        if dlogits is not None:
+            dlogits.fill_(value)
+        return losses
 
-        return broken
-
-    return replacement
+    return broken
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-NAN, STATES = float("nan"), "gradient of the hidden states"
+STATES = "gradient of the hidden states"
 
 
 @pytest.mark.parametrize(
@@ -121,8 +114,8 @@ NAN, STATES = float("nan"), "gradient of the hidden states"
     [
         (gradients, "product_", no_head_gradient, "gradient of the weight"),
         (head_logits, "cross_entropy_rows", wrong_losses, "loss"),
-        (head_logits, "cross_entropy_rows", gradients_of(0.0), STATES),
-        (head_logits, "cross_entropy_rows", gradients_of(NAN), STATES),
+        (head_logits, "cross_entropy_rows", partial(gradients_of, 0.0), STATES),
+        (head_logits, "cross_entropy_rows", partial(gradients_of, float("nan")), STATES),
     ],
     ids=["head", "loss", "zero gradients", "nan gradients"],
 )
@@ -142,15 +135,12 @@ def test_a_broken_kernel_is_named_and_the_model_goes_on_unfused(
     with pytest.warns(UserWarning, match=message) as warned:
         first = step(model, batch)
     assert len(warned) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second = step(model, batch)
+    second = step(model, batch)  # without a warning: pytest makes an error of it
     status = patch_status(model)
     assert status.fused is False
     assert status.reason in str(warned[0].message)
-    truth, eager, first, second = joined(truth, eager, first, second)
-    assert_no_worse(first, eager, truth, torch.float32)
-    assert_no_worse(second, eager, truth, torch.float32)
+    assert_right(first, eager, truth)
+    assert_right(second, eager, truth)
 
 
 def test_a_distributed_vocabulary_is_not_compared_and_a_warning_says_so(
