@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,23 @@ from liger_patch.kernels.options import LossOptions
 GEMMA2 = ROWS["gemma2"]
 
 
-@pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])
-def test_what_is_not_a_transformers_model_is_a_type_error(function: Any) -> None:
-    with pytest.raises(TypeError, match=r"transformers.PreTrainedModel .* got Linear"):
-        function(nn.Linear(2, 2))
+# what is made of a model, and what is said of it
+NO_MODELS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "module": (lambda _: nn.Linear(2, 2), r"transformers.PreTrainedModel .* got Linear"),
+    "wrapper": (nn.DataParallel, "DataParallel: give the model within"),
+    "name": (lambda _: "organisation/name", "got 'organisation/name': load it first"),
+    "trainer": (lambda model: SimpleNamespace(model=model), r"Namespace: give its \.model"),
+}
 
 
 @pytest.mark.parametrize("function", [apply_patch, revert_patch, patch_status])
-def test_a_wrapped_model_is_a_type_error_that_says_what_to_give(function: Any, model: Any) -> None:
-    with pytest.raises(TypeError, match="DataParallel: give the model within"):
-        function(nn.DataParallel(model))
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_what_is_no_model_is_a_type_error_that_says_what_to_give(
+    function: Any, name: str, model: Any
+) -> None:
+    make, said = NO_MODELS[name]
+    with pytest.raises(TypeError, match=said):
+        function(make(model))
 
 
 @pytest.mark.parametrize("already_patched", [False, True])
@@ -204,15 +212,6 @@ def test_the_status_after_a_fallback_gives_the_reason(
     assert rows["LIGER_PATCH_RETURN_LOGITS"] == "1"
     assert rows["LIGER_PATCH_VERIFY"] == "1"
     assert rows["logits held"] == "7.5 MiB a chunk"
-
-
-def test_what_is_no_model_is_an_error_that_says_what_to_give(model: Any) -> None:
-    name: Any = "organisation/name"
-    with pytest.raises(TypeError, match="got 'organisation/name': load it first"):
-        apply_patch(name)
-    trainer: Any = SimpleNamespace(model=model)
-    with pytest.raises(TypeError, match=r"got SimpleNamespace: give its \.model"):
-        apply_patch(trainer)
 
 
 def test_the_status_of_a_head_whose_weight_is_a_method(model: Any) -> None:

@@ -27,11 +27,7 @@ def held_out(name: str, printed: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "dtype", "accumulation"),
-    [
-        ("qwen3", "float32", 1),
-        ("gemma2", "bfloat16", 2),
-    ],
+    ("model_type", "dtype", "accumulation"), [("qwen3", "float32", 1), ("gemma2", "bfloat16", 2)]
 )
 def test_train_compares_patched_with_unpatched(
     model_type: str, dtype: str, accumulation: int, tmp_path: Path
@@ -182,7 +178,9 @@ def run_notebook(name: str, lines_of_shell: int, folder: Path) -> str:
     if python[-1].startswith("patch_status("):  # which a notebook shows
         python[-1] = f"print({python[-1]})"
     (folder / "notebook.py").write_text("\n".join(python))
-    printed = run_alone(folder / "notebook.py", folder=folder)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(EXAMPLES)  # which a process that is started has too
+        printed = run_alone(folder / "notebook.py", folder=folder)
     assert re.search(r"last loss +fused", printed)
     assert re.search(r"layers .* 28 lora", printed)
     return printed
@@ -190,8 +188,7 @@ def run_notebook(name: str, lines_of_shell: int, folder: Path) -> str:
 
 @pytest.mark.slow  # as the example of QLoRA does
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)  # which a process that is started has too
+def test_the_notebook_trains_on_a_cpu(tmp_path: Path):
     printed = run_notebook("qlora_16gb", 2, tmp_path)
     loss, perplexity = held_out("loss", printed), held_out("perplexity", printed)
     assert loss[1] < loss[0] - 0.1
@@ -201,10 +198,7 @@ def test_the_notebook_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-def test_the_notebook_of_packed_rows_trains_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.syspath_prepend(EXAMPLES)
+def test_the_notebook_of_packed_rows_trains_on_a_cpu(tmp_path: Path):
     printed = run_notebook("qlora_packed", 2, tmp_path)
     ((before, after),) = re.findall(r"^loss +([\d.]+) +([\d.]+)$", printed, re.M)
     assert float(before) == pytest.approx(float(after), abs=2e-4)
@@ -215,8 +209,7 @@ def test_the_notebook_of_packed_rows_trains_on_a_cpu(
 @pytest.mark.skipif(
     None in (find_spec("trl"), find_spec("peft")), reason="needs the extras trl and peft"
 )
-def test_the_notebook_of_dpo_trains_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
+def test_the_notebook_of_dpo_trains_on_a_cpu(tmp_path: Path):
     printed = run_notebook("dpo", 1, tmp_path)
     ((before, after),) = re.findall(r"^loss +([\d.]+) +([\d.]+)$", printed, re.M)
     assert float(before) == pytest.approx(math.log(2), abs=1e-3)

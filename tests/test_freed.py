@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from tiny_models import LLAMA, tiny_batch, tiny_model
 from training_step import call
 
 from liger_patch import apply_patch, revert_patch
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_not_collected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
@@ -38,12 +46,8 @@ def test_a_deleted_model_is_freed_at_once(
         revert_patch(model)
     dead = [weakref.ref(model), weakref.ref(model.model), weakref.ref(model.lm_head)]
     gc.collect()
-    gc.disable()
-    try:
-        del model, outputs
-        assert [reference() for reference in dead] == [None] * 3
-    finally:
-        gc.enable()
+    del model, outputs
+    assert [reference() for reference in dead] == [None] * 3
 
 
 @pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
@@ -55,12 +59,8 @@ def test_outputs_are_freed_at_once(model: Any, patch: bool) -> None:
     outputs.loss.backward()
     dead = [weakref.ref(outputs.loss), weakref.ref(outputs.logits), weakref.ref(view)]
     gc.collect()
-    gc.disable()
-    try:
-        del outputs, view
-        assert [reference() for reference in dead] == [None] * 3
-    finally:
-        gc.enable()
+    del outputs, view
+    assert [reference() for reference in dead] == [None] * 3
 
 
 def test_outputs_keep_no_model_alive() -> None:
@@ -70,11 +70,7 @@ def test_outputs_keep_no_model_alive() -> None:
     again = call(model, tiny_batch(model))
     dead = weakref.ref(model)
     gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert dead() is None
-    finally:
-        gc.enable()
+    del model
+    assert dead() is None
     assert torch.equal(again.logits, expected)
     again.loss.backward()

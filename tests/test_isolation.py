@@ -9,7 +9,6 @@ import json
 import pickle
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,10 +59,15 @@ def test_no_class_module_or_other_model_changes(model: Any) -> None:
     batch = tiny_batch(model)
     expected = step(other, batch)
     attributes = {name: dict(vars(module)) for name, module in other.named_modules()}
-    before = snapshot()
+    before, seen = snapshot(), []
     apply_patch(model)
     assert_unchanged(before)
+    during = model.model.norm.register_forward_hook(
+        lambda *_: seen.append(assert_unchanged(before))
+    )
     step(model, batch)
+    during.remove()
+    assert seen == [None]
     assert_unchanged(before)
     assert type(other) is CLASS
     for name, module in other.named_modules():
@@ -89,14 +93,6 @@ def assert_unchanged(before: dict[str, dict[str, Any]]) -> None:
         assert changed == [], f"{name}: {changed}"
 
 
-def test_during_the_call_no_class_or_module_is_changed(model: Any) -> None:
-    apply_patch(model)
-    before, seen = snapshot(), []
-    model.model.norm.register_forward_hook(lambda *_: seen.append(assert_unchanged(before)))
-    call(model, tiny_batch(model))
-    assert seen == [None]
-
-
 def test_the_patched_class_looks_like_its_own(model: Any) -> None:
     signature = inspect.signature(model.forward)
     described = repr(model)
@@ -112,10 +108,6 @@ def test_the_patched_class_looks_like_its_own(model: Any) -> None:
     assert type(apply_patch(tiny_model(LLAMA))) is type(model)
 
 
-def deep_copied(model: Any) -> Any:
-    return copy.deepcopy(model)
-
-
 def pickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
@@ -127,7 +119,7 @@ def saved(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [deep_copied, pickled, saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("after_a_call", [False, True])
 def test_a_copy_is_patched_and_independent(
     model: Any, copied: Callable, after_a_call: bool
@@ -259,21 +251,14 @@ def test_a_checkpoint_is_the_same(row: registry.Architecture, tmp_path: Path) ->
         assert contents[0] == contents[1], name
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     assert config["architectures"] == [row.class_name]
-    loaded = type(revert_patch(model)).from_pretrained(tmp_path / "patched")
-    assert type(loaded) is type(model)
+    loaded = type(model).from_pretrained(tmp_path / "patched")  # by the patched class
     assert not patch_status(loaded).patched
-    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
     batch = tiny_batch(model)
+    assert type(call(loaded, batch).logits) is Tensor
+    assert not call(apply_patch(loaded), batch).logits.is_computed
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert type(auto) is type(revert_patch(model))
     assert torch.equal(call(auto.train(), batch).loss, call(model, batch).loss)
-
-
-def test_a_patched_class_can_load_a_checkpoint(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path)
-    loaded = type(apply_patch(model)).from_pretrained(tmp_path)
-    assert not patch_status(loaded).patched
-    assert type(call(loaded, tiny_batch(model)).logits) is Tensor
-    apply_patch(loaded)
-    assert not call(loaded, tiny_batch(model)).logits.is_computed
 
 
 def replica_of(model: Any) -> Any:
@@ -282,12 +267,9 @@ def replica_of(model: Any) -> Any:
     children = {module: module._replicate_for_data_parallel() for module in model.modules()}
     children[model] = replica
     for module, copied in children.items():
-        for name, child in module._modules.items():
-            copied._modules[name] = None if child is None else children[child]
+        copied._modules.update((name, children[child]) for name, child in module.named_children())
         for name, parameter in module._parameters.items():
             setattr(copied, name, None if parameter is None else parameter * 1.0)
-        for name, buffer in module._buffers.items():
-            copied._buffers[name] = buffer
     return replica
 
 
@@ -303,9 +285,7 @@ def test_a_replica_of_data_parallel_trains_unfused_and_says_so() -> None:
     ours = {"loss": outputs.loss.detach(), **gradients(model, outputs.loss)}
     assert_no_worse(ours, truth, truth, torch.float32)
     assert patch_status(model).fused is False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        replica_of(model)(**batch)
+    replica_of(model)(**batch)  # without a warning: pytest makes an error of it
     call(model, batch)
     assert patch_status(model).fused
 

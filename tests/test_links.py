@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CODE = re.compile(r"^```.*?^```|(`+).+?\1", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.M)
