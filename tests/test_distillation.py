@@ -11,6 +11,7 @@ import torch
 from exactness import assert_no_worse
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
+from training_step import gradients
 from transformers import PreTrainedModel
 
 from liger_patch import apply_patch as patch_layers_too
@@ -68,10 +69,7 @@ def eager(student: Any, teacher: Any, batch: dict[str, Tensor], labels: Any, **h
 
 
 def results(model: Any, loss: Tensor) -> dict[str, Tensor | None]:
-    model.zero_grad()
-    loss.backward()
-    gradients = {name: value.grad for name, value in model.named_parameters()}
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": loss.detach(), **gradients(model, loss)}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 from documents import DOCUMENTS, ROOT, Block, blocks
 from tiny_models import tiny_batch, tiny_model
@@ -24,7 +25,6 @@ from tiny_text import prompts_and_completions, tiny_tokenizer
 from trainers import QUIET
 
 import liger_patch
-from liger_patch import registry
 from liger_patch.__main__ import _parser
 from liger_patch.patch import flags
 
@@ -90,15 +90,10 @@ FIRST = {block.place.partition(":")[0]: block for block in reversed(blocks("pyth
 def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: Any) -> None:
     """With the names that it does not define: a model, a batch, data and what trains."""
     code = FIRST[page].code
-    if "trl" in code:
-        pytest.importorskip("trl")
-    if "peft" in code:
-        pytest.importorskip("peft")
-    if "BitsAndBytesConfig" in code:
-        pytest.importorskip("bitsandbytes")
-    transformers = pytest.importorskip("transformers")
-    row = next(each for each in registry.available() if each.model_type == "qwen3")
-    tiny_model(row).save_pretrained(tmp_path / "model")
+    for part, library in {"trl": "trl", "peft": "peft", "BitsAndBytes": "bitsandbytes"}.items():
+        if part in code:
+            pytest.importorskip(library)
+    tiny_model("qwen3").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained("model").train()

@@ -118,11 +118,8 @@ def test_a_users_loss_is_not_changed_by_the_options_of_the_patch() -> None:
 )
 def test_a_users_loss_has_eagers_dtype(dtype: Any, inside: bool, reduction: str) -> None:
     autocast = dtype == "autocast"
-    dtypes = []
-    for patch in (False, True):
-        model = tiny_model(dtype=torch.float32 if autocast else dtype)
-        if patch:
-            apply_patch(model)
+    dtypes, dtype = [], torch.float32 if autocast else dtype
+    for model in (tiny_model(dtype=dtype), apply_patch(tiny_model(dtype=dtype))):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             logits = call(model, tiny_batch(model)).logits
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and inside):

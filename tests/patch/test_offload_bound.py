@@ -11,6 +11,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -240,20 +241,13 @@ def test_another_value_is_an_error(value: Any) -> None:
 
 
 def test_patching_again_replaces_the_option() -> None:
-    model = apply_patch(model_of(), checkpoint_offload=True)
-    record: Any = record_of(model)
-    first = record.offload
-    assert first is not None
-    apply_patch(model, checkpoint_offload=True)
-    assert record.offload is first
-    for gib in (64, 2.5):
-        apply_patch(model, checkpoint_offload=gib)
-        second = record.offload
-        assert second is not None
-        assert second is not first
-        assert second.host_gib == gib
-        apply_patch(model, checkpoint_offload=gib)
-        assert record.offload is second
+    model = model_of()
+    offloads: list[Any] = []
+    for value in (True, True, 64, 64, 2.5, 2.5):
+        record: Any = record_of(apply_patch(model, checkpoint_offload=value))
+        offloads.append(record.offload)
+    assert [each.host_gib for each in offloads] == [None, None, 64, 64, 2.5, 2.5]
+    assert [a is b for a, b in pairwise(offloads)] == [True, False, True, False, True]
     apply_patch(model)
     assert record.offload is None
     assert dict(patch_status(model).rows)["checkpoint offload"] == "off"
