@@ -17,8 +17,9 @@ from documents import check_section, table_of
 from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
+from torch.nn.utils import parametrizations
 from training_step import assert_right
-from unusual_heads import float8, packed, sharded, two_layers, weight_norm
+from unusual_heads import float8, packed, sharded, two_layers
 
 from liger_patch import apply_patch, patch_status
 
@@ -150,7 +151,7 @@ KINDS: dict[str, Kind] = {
     ),
     "… with a forward hook": Kind(hooked),
     "… offloaded by accelerate": Kind(offloaded, trained=BODY),
-    "weight norm, and other parametrizations": Kind(replaced(weight_norm)),
+    "weight norm, and other parametrizations": Kind(replaced(parametrizations.weight_norm)),
     "stored in float8, cast to be used": Kind(replaced(float8), trained=FROZEN_HEAD),
     "PEFT: adapters elsewhere": Kind(adapted("q_proj"), trained=BODY),
     "PEFT: LoRA on `lm_head`": Kind(adapted()),

@@ -12,7 +12,7 @@ from exactness import assert_no_worse
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
@@ -126,10 +126,6 @@ class RoundsInput(nn.Linear):
         return super().forward(input + (input.mul(8).round().div(8) - input).detach())
 
 
-def hooked_weight_norm(head: nn.Linear) -> None:
-    nn.utils.weight_norm(head)
-
-
 def pruned(head: nn.Linear) -> None:
     prune.l1_unstructured(head, "weight", amount=0.3)
 
@@ -138,13 +134,16 @@ def dropout_in_a_hook(head: nn.Linear) -> None:
     head.register_forward_pre_hook(lambda head, args: nn.functional.dropout(args[0], 0.5))
 
 
-def recomputed(head: nn.Linear) -> Head:
-    return checkpoint_wrapper.checkpoint_wrapper(head)
-
-
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "change", [of_class(RoundsInput), hooked_weight_norm, pruned, dropout_in_a_hook, recomputed]
+    "change",
+    [
+        of_class(RoundsInput),
+        nn.utils.weight_norm,
+        pruned,
+        dropout_in_a_hook,
+        checkpoint_wrapper,
+    ],
 )
 def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> None:
     assert_fused(model_with(change))

@@ -9,7 +9,6 @@ import torch
 from tiny_models import VOCAB_SIZE as V
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.utils import parametrizations
 
 H = 32  # of the tiny models
 
@@ -55,10 +54,6 @@ def float8(head: nn.Linear) -> None:
 
 def sharded(head: nn.Linear) -> None:
     head.weight = nn.Parameter(head.weight.detach().as_subclass(Sharded))
-
-
-def weight_norm(head: nn.Linear) -> None:
-    parametrizations.weight_norm(head)
 
 
 def two_layers(head: nn.Linear) -> nn.Module:
