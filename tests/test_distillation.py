@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import assert_no_worse
-from tiny_models import ROWS, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import gradients
 from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ def no_reason_was_said() -> Iterator[None]:
 def models(
     student: str = "llama", dtype: torch.dtype = torch.float64
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return tiny_model(ROWS[student], dtype=dtype), tiny_model(ROWS["qwen3"], dtype=dtype, seed=1)
+    return tiny_model(student, dtype=dtype), tiny_model("qwen3", dtype=dtype, seed=1)
 
 
 def inputs_of(model: PreTrainedModel) -> tuple[dict[str, Tensor], Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LLAMA, tiny_batch, tiny_model
+from tiny_models import tiny_batch, tiny_model
 from training_step import call
 
 from liger_patch import apply_patch, revert_patch
@@ -27,7 +27,7 @@ def garbage_is_not_collected() -> Iterator[None]:
 def test_a_deleted_model_is_freed_at_once(
     patch: bool, use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(LLAMA)
+    model = tiny_model()
     if patch:
         apply_patch(model)
     batch = tiny_batch(model)
@@ -64,7 +64,7 @@ def test_outputs_are_freed_at_once(model: Any, patch: bool) -> None:
 
 
 def test_outputs_keep_no_model_alive() -> None:
-    model = apply_patch(tiny_model(LLAMA))
+    model = apply_patch(tiny_model())
     outputs = call(model, tiny_batch(model))
     expected = outputs.logits.detach().clone()
     again = call(model, tiny_batch(model))
