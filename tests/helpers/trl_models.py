@@ -10,21 +10,25 @@ own is, from that truth.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from exactness import assert_no_worse
 from tiny_models import tiny_model
-from tiny_text import prompts_and_completions, tiny_tokenizer
+from tiny_text import (
+    conversations,
+    judgements,
+    preferences,
+    prompts_and_completions,
+    tiny_tokenizer,
+)
 from trainers import QUIET
-from training_step import Step, in_float64
+from training_step import Step, in_float64, widened
 from transformers import PreTrainedModel
 
 if find_spec("trl") is None:  # its trainers take seconds to import: not before a test runs
@@ -117,6 +121,92 @@ def sft_trainer(
     return trainer_of("SFT", folder, patch, data(), named, **arguments)
 
 
+def prompts(column: str | None = None) -> Any:
+    """Samples with a prompt, and with those of other samples in this column."""
+    samples = prompts_and_completions().select_columns(["prompt"])
+    return samples if column is None else samples.add_column(column, _shuffled(samples, "prompt"))
+
+
+def triples() -> Any:
+    samples = preferences()
+    return samples.add_column("reference", _shuffled(samples, "chosen"))
+
+
+def _shuffled(samples: Any, column: str) -> Any:
+    return samples.shuffle(seed=0)[column]
+
+
+ON_POLICY: dict[str, Any] = {"max_completion_length": 6}
+SELF_DISTILLATION: dict[str, Any] = {
+    **ON_POLICY,
+    "distillation_mode": "sampled_token",
+    "distillation_alpha": 1.0,
+    "num_generations": 2,
+    "teacher_model_kind": "live",
+}
+OF_GROUPS: dict[str, Any] = {**ON_POLICY, "num_generations": 4, "per_device_train_batch_size": 8}
+KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # samples, and the configuration
+    "DPO": (preferences, {}),
+    "KTO": (judgements, {}),
+    "ORPO": (preferences, {"max_length": 32}),
+    "CPO": (preferences, {"max_length": 32}),
+    "TPO": (triples, {}),
+    "OnlineDPO": (prompts, {"max_new_tokens": 6, "max_length": 32}),
+    "A2PO": (prompts, {**ON_POLICY, "num_value_samples": 2, "filter_all_incorrect": False}),
+    "SDFT": (lambda: prompts("privileged_context"), {**SELF_DISTILLATION, "temperature": 0.7}),
+    "SDPO": (prompts, SELF_DISTILLATION),
+    "GRPO": (prompts, {**OF_GROUPS, "beta": 0.0}),
+    "RLOO": (prompts, {**OF_GROUPS, "beta": 0.0}),
+    "Distillation": (prompts, ON_POLICY),
+    "GKD": (conversations, {"lmbda": 0.0, "max_new_tokens": 4, "max_length": 32}),
+}
+
+
+def make_trainer(
+    kind: str,
+    folder: Path,
+    flag: bool | None,
+    model_type: str = "llama",
+    *,
+    adapters: dict[str, Any] | None = None,
+    data: Any = None,
+    rewards: Any = None,
+    **how: Any,
+) -> Any:
+    """One of KINDS, of a tiny model in float64, with other weights for a reference or a teacher.
+
+    Args:
+        adapters: options of LoRA.
+        data: samples in place of the kind's.
+        how: of the configuration.
+    """
+    samples, options = KINDS[kind]
+    data = samples() if data is None else data
+    model = widened(tiny_model(model_type))
+    if "moe" in model_type:
+        model.config.output_router_logits = True
+    named: dict[str, Any] = {"model": model, **({} if adapters is None else lora(**adapters))}
+    if kind in ("DPO", "KTO") and adapters is None:
+        named["ref_model"] = widened(tiny_model(model_type, seed=1))
+    if kind in ("Distillation", "GKD"):
+        named["teacher_model"] = widened(tiny_model("qwen3", seed=1))
+    if kind in ("GRPO", "RLOO"):
+        named["reward_funcs"] = rewards or reward
+    if kind in ("OnlineDPO", "A2PO", "SDPO"):
+        named["reward_funcs"] = [of_even_length]
+        named["processing_class"] = tokenizer = tiny_tokenizer()
+        tokenizer.padding_side = "left"
+    if kind == "OnlineDPO":
+        named["eval_dataset"] = None  # TRL's fails
+    made = trainer_of(kind, folder, flag, data, named, **{**options, **how})
+    torch.manual_seed(made.args.seed)  # of samples
+    return made
+
+
+def of_even_length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(each.split()) % 2) for each in completions]
+
+
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, each)) % 7) for each in completions]
 
@@ -167,21 +257,6 @@ def call(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Ste
     gradients = {name: values.grad for name, values in model.named_parameters()}
     model.zero_grad()
     return {**{name: value.detach() for name, value in outputs.items()}, **gradients}
-
-
-@contextlib.contextmanager
-def trls_calls() -> Iterator[list[Any]]:
-    """The calls of TRL's own kernel."""
-    from trl.trainer import utils
-
-    function, calls = utils._ChunkedLogProbFunction, []
-
-    def apply(*args: Any) -> Any:
-        calls.append(args)
-        return function.apply(*args)
-
-    with mock.patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=apply)):
-        yield calls
 
 
 def assert_same(ours: Step, trls: Step) -> None:

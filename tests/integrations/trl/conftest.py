@@ -1,7 +1,8 @@
 """What every test with TRL needs."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,25 @@ def trl_is_imported() -> Iterator[None]:
 def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FLAGS:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def trls_calls(record: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of the functions that compute TRL's own heads, and losses of distillation."""
+    from trl.experimental.gkd import GKDTrainer
+    from trl.trainer import distillation_trainer, utils
+
+    calls: list[Any] = []
+    of_gkd = GKDTrainer.generalized_jsd_loss
+
+    def note(*given: Any, **_: Any) -> None:
+        calls.append(given)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        note(*given)
+        return of_gkd(*given, **named)
+
+    record(utils._ChunkedLogProbFunction, "apply", note)
+    record(distillation_trainer, "_chunked_divergence_loss", note)
+    monkeypatch.setattr(GKDTrainer, "generalized_jsd_loss", staticmethod(counted))
+    return calls

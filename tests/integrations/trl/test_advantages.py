@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 import torch
 from slow_cases import slow_but
-from tiny_models import tiny_model
 from tiny_text import Writer
-from training_step import assert_fused, widened
-from trl_models import MARKS, lora, reward, train, trainer_of
+from training_step import assert_fused
+from trl_models import MARKS, make_trainer, train
 
 from liger_patch.kernels import linear_log_probs as operator
 
 pytestmark = MARKS
-GROUP, UPDATES = 4, 3
+UPDATES = 3
 WEIGHED = "grpo", "sapo", "bnpo", "cispo", "dapo", "dr_grpo", "luspo"
 OTHERS: list[dict[str, Any]] = [  # options with which the loss is not known to be in proportion
     {"loss_type": "vespo"},
-    {"beta": 0.1, "adapters": True},
+    {"beta": 0.1, "adapters": {"modules_to_save": ["lm_head"]}},
     {"off_policy_mask_threshold": 0.5},
     {"entropy_coef": 0.1},
 ]
@@ -36,31 +35,18 @@ def passes(record: Callable[..., list[bool]]) -> list[bool]:
     return record(operator, "run_chunks", lambda *args, **_: any(args[3]))
 
 
-def make_trainer(kind: str, folder: Path, ours: bool, **arguments: Any) -> Any:
-    from datasets import Dataset
-
-    writer = Writer()
-    data = Dataset.from_list([{"prompt": writer.words(3, 9)} for _ in range(12)])
-    named = lora(modules_to_save=["lm_head"]) if arguments.pop("adapters", False) else {}
-    named |= {"model": widened(tiny_model()), "reward_funcs": reward}
-    how = {
-        "max_steps": UPDATES,
-        "num_generations": GROUP,
-        "max_completion_length": 6,
-        "per_device_train_batch_size": 2 * GROUP,
-        "beta": 0.0,
-        **arguments,
-    }
-    return trainer_of(kind, folder, True if ours else None, data, named, **how)
-
-
 def check(
     kind: str, folder: Path, passes: list[bool], *, last: int = UPDATES, **arguments: Any
 ) -> tuple[Any, list[bool]]:
     """Train and evaluate as TRL does; all numbers, and the passes through chunks."""
-    trls = train(make_trainer(kind, folder, ours=False, **arguments))
+    from datasets import Dataset
+
+    writer = Writer()
+    rows = [{"prompt": writer.words(3, 9)} for _ in range(12)]
+    arguments["data"] = Dataset.from_list(rows)
+    trls = train(make_trainer(kind, folder, None, **arguments))
     assert not passes
-    trainer = make_trainer(kind, folder, ours=True, **arguments)
+    trainer = make_trainer(kind, folder, True, **arguments)
     ours = train(trainer)
     assert_fused(trainer.model)
     torch.testing.assert_close(ours, trls, rtol=1e-9, atol=1e-12)

@@ -28,7 +28,6 @@ from trl_models import (
     lora,
     sft_trainer,
     train,
-    trls_calls,
     with_head,
 )
 
@@ -252,7 +251,9 @@ def test_same_gradient_is_true_or_false(wrong: Any) -> None:
     ],
     ids=["apply_patch", "another trainer"],
 )
-def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any]) -> None:
+def test_a_model_that_was_patched_before_trl_is_refused(
+    make: Callable[[], Any], trls_calls: list[Any]
+) -> None:
     model = make()
     with pytest.warns(UserWarning, match="leaves the head to TRL: TRL has replaced the forward"):
         with_head(model)
@@ -263,9 +264,9 @@ def test_a_model_that_was_patched_before_trl_is_refused(make: Callable[[], Any])
     revert_patch(model)
     apply_trl_patch(with_head(model))
     batch = tiny_batch(model)
-    with trls_calls() as calls:
-        ours = call(model, batch)
-    assert calls == []
+    trls_calls.clear()
+    ours = call(model, batch)
+    assert trls_calls == []
     assert_fused(model)
     assert_same(ours, call(apply_trl_patch(with_head(tiny_model())), batch))
 
@@ -296,25 +297,16 @@ def test_strict_wants_a_row() -> None:
         apply_trl_patch(nn.Linear(2, 2))
 
 
-def test_patching_twice_replaces_the_options() -> None:
-    model = with_head(tiny_model())
-    batch = tiny_batch(model)
-    once = call(apply_trl_patch(model), batch)
-    assert apply_trl_patch(model, same_gradient=True, chunk_mib=3.0) is model
-    assert "3 MiB a chunk" in str(patch_status(model))
-    assert_same_bits(call(model, batch), once)
-    assert_fused(model)
-    revert_patch(model)
-    assert is_trls(model)
-
-
-def test_a_reverted_model_is_trls_again() -> None:
+def test_patching_twice_replaces_the_options_and_is_reverted_at_once() -> None:
     model = with_head(tiny_model("gemma2"), temperature=0.7)
     batch = tiny_batch(model)
     before = vars(model)["forward"]
     trls, loss_before = call(model, batch), model(**batch).loss
-    call(apply_trl_patch(model), batch)
-    assert "fused" in str(patch_status(model))
+    once = call(apply_trl_patch(model), batch)
+    assert_fused(model)
+    assert apply_trl_patch(model, same_gradient=True, chunk_mib=3.0) is model
+    assert "3 MiB a chunk" in str(patch_status(model))
+    assert_same_bits(call(model, batch), once)
     assert_fused(model)
     revert_patch(model)
     assert vars(model)["forward"] == before

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import trl_models
 from attention_models import Calls
 from slow_cases import slow_but
-from tiny_models import tiny_model
 from tiny_text import Writer
-from training_step import assert_fused, widened
-from trl_models import MARKS, apply_trl_patch, assert_same, lora, reward, train, trainer_of
+from training_step import assert_fused
+from trl_models import MARKS, apply_trl_patch, assert_same, train
 
 from liger_patch.layers import unpadded
 from liger_patch.layers.prefixes import OneRow, in_one_row
 
 pytestmark = MARKS
-GROUP = 4
 
 
 def samples() -> Any:
@@ -43,24 +42,13 @@ def samples() -> Any:
     return Dataset.from_list(rows)
 
 
-def make_trainer(
-    kind: str, folder: Path, adapters: bool, rewards: Any = reward, **arguments: Any
-) -> Any:
-    named: dict[str, Any] = {"model": widened(tiny_model()), **(lora() if adapters else {})}
+def make_trainer(kind: str, folder: Path, adapters: bool, **how: Any) -> Any:
     data = samples()
     if kind != "DPO":
-        named["reward_funcs"] = rewards
         data = data.select_columns(["prompt"])
-        arguments = {
-            "num_generations": GROUP,
-            "max_completion_length": 6,
-            "per_device_train_batch_size": 2 * GROUP,
-            "beta": 0.04 if adapters else 0.0,
-            **arguments,
-        }
-    elif not adapters:
-        named["ref_model"] = widened(tiny_model(seed=1))
-    return trainer_of(kind, folder, None, data, named, **arguments)
+        how["beta"] = 0.04 if adapters else 0.0
+    lora = {} if adapters else None
+    return trl_models.make_trainer(kind, folder, None, data=data, adapters=lora, **how)
 
 
 @pytest.fixture

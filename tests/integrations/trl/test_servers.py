@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_text import prompts_and_completions
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from training_step import Step, assert_fused, widened
-from trl_models import MARKS, assert_same, lora, train, trainer_of
+from trl_models import MARKS, assert_same, lora, prompts, reward, train, trainer_of
 
 pytestmark = [
     *MARKS,
@@ -27,15 +26,17 @@ pytestmark = [
 WORDS = (8, 120)
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """What stand-ins have no use for."""
+
+
 class Server:
     """Answers of random words. Keeps the weights that it was sent last."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.random, self.weights = np.random.default_rng(0), {}
 
-    def init_communicator(self, **_: Any) -> None: ...
-
-    def reset_prefix_cache(self) -> None: ...
+    init_communicator = reset_prefix_cache = nothing
 
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
@@ -48,10 +49,6 @@ class Server:
         answers = [self.random.integers(*WORDS, length).tolist() for length in lengths]
         log_probs = [[[-4.9 + 0.01 * (token % 7)] for token in each] for each in answers]
         return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": log_probs}
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(each.split())) for each in completions]
 
 
 def without_rounding(numbers: Step) -> Step:
@@ -68,14 +65,13 @@ def test_answers_of_a_server_are_trained_with_trls_numbers(
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", Server, raising=False)
     server = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 6}
-    prompts = prompts_and_completions().select_columns(["prompt"])
     adapter = lora() if adapters else {}
     how = {**server, "num_generations": 2, "num_iterations": 2}
     how["beta"] = 0.1 if adapters else 0.0  # TRL loads a reference by its name
 
     def trained(flag: bool | None) -> tuple[Any, Step]:
         named = {"model": widened(tiny_model()), "reward_funcs": reward, "eval_dataset": None}
-        trainer = trainer_of(kind, tmp_path, flag, prompts, {**named, **adapter}, **how)
+        trainer = trainer_of(kind, tmp_path, flag, prompts(), {**named, **adapter}, **how)
         return trainer, without_rounding(train(trainer))
 
     trls, expected = trained(None)
@@ -107,25 +103,13 @@ class Worker:
                     RolloutSample([], [], ids, answer, log_probs, advantage, 1, group, {})
                 )
 
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def update_model_version(self, model_version: int) -> None: ...
-
-    def check_health(self, stale_after_s: float) -> None: ...
+    start = stop = update_model_version = check_health = nothing
 
 
 class Transfer:
     """Keeps the weights that it was sent last."""
 
-    def init_weight_transfer(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def destroy(self) -> None: ...
+    init_weight_transfer = pause = resume = destroy = nothing
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         self.weights = {name: value.clone() for name, value in iterator}
@@ -176,8 +160,7 @@ def test_async_grpo_trains_with_trls_numbers(
         named = {"model": str(tmp_path), "reward_funcs": reward, "eval_dataset": None}
         named |= {"rollout_worker": Worker(), "weight_transfer": transfer}
         named |= lora() if adapters else {}
-        samples = prompts_and_completions().select_columns(["prompt"])
-        trainer = trainer_of("AsyncGRPO", tmp_path, flag, samples, named, **how)
+        trainer = trainer_of("AsyncGRPO", tmp_path, flag, prompts(), named, **how)
         numbers = without_rounding(train(trainer))
         clock = ("perf/", "sample/time")
         kept = {n: v for n, v in numbers.items() if not any(name in n for name in clock)}

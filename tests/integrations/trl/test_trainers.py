@@ -1,4 +1,4 @@
-"""TRL's experimental trainers that take logits: TRL's own numbers and weights, without logits."""
+"""TRL's trainers of preferences and of distillation: TRL's own numbers, without logits."""
 
 from __future__ import annotations
 
@@ -10,72 +10,40 @@ import pytest
 import torch
 from slow_cases import slow_but
 from tiny_models import tiny_model
-from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
+from tiny_text import preferences
 from torch import Tensor
 from torch.nn import functional
-from training_step import Step, assert_fused, widened
-from trl_models import LEFT_TO_TRL, MARKS, assert_same, lora, train, trainer_of
+from training_step import Step, assert_fused
+from trl_models import LEFT_TO_TRL, MARKS, assert_same, make_trainer, train, trainer_of
 
+from liger_patch import apply_patch, patch_status
 from liger_patch.deferred import fuse
 from liger_patch.layers import unpadded
+from liger_patch.layers.replace import count_layers
 
 pytestmark = [
     *MARKS,
     pytest.mark.filterwarnings("ignore:Could not find a config file in:UserWarning"),
 ]
-ON_POLICY: dict[str, Any] = {"max_completion_length": 6}
-SELF_DISTILLATION = {
-    **ON_POLICY,
-    "distillation_mode": "sampled_token",
-    "distillation_alpha": 1.0,
-    "num_generations": 2,
-    "teacher_model_kind": "live",
+LORA: dict[str, Any] = {"adapters": {}}
+ON_HEAD: dict[str, Any] = {"adapters": {"target_modules": ["q_proj", "lm_head"]}}
+HEAD_SAVED: dict[str, Any] = {"adapters": {"modules_to_save": ["lm_head"]}}
+PREFERENCES = "logits/chosen", "logps/rejected", "nll_loss", "eval_loss"
+REWARDS = "loss", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen"
+OF_PAIRS = "mean_token_accuracy", "rewards/accuracies", "rewards/margins", "logps/chosen"
+LOGGED = {
+    "DPO": (*REWARDS, *OF_PAIRS),
+    "KTO": REWARDS,
+    "ORPO": PREFERENCES,
+    "CPO": PREFERENCES,
+    "TPO": ("logits/chosen", "entropy", "mean_token_accuracy", "eval_loss"),
+    "OnlineDPO": ("logps/chosen", "objective/kl", "objective/entropy", "rewards/margins"),
+    "A2PO": ("implicit_reward", "eval_loss"),
+    "SDFT": ("self_distillation/distillation_loss", "eval_loss"),
+    "SDPO": ("self_distillation/reward_mean", "completions/mean_length", "eval_loss"),
+    "Distillation": ("loss", "eval_loss", "entropy", "eval_entropy"),
+    "GKD": ("loss", "eval_loss"),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ORPO": {"max_length": 32},
-    "CPO": {"max_length": 32},
-    "TPO": {},
-    "OnlineDPO": {"max_new_tokens": 6, "max_length": 32},
-    "A2PO": {**ON_POLICY, "num_value_samples": 2, "filter_all_incorrect": False},
-    "SDFT": {**SELF_DISTILLATION, "temperature": 0.7},
-    "SDPO": SELF_DISTILLATION,
-}
-REWARDED = ("OnlineDPO", "A2PO", "SDPO")
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(each.split()) % 2) for each in completions]
-
-
-def data_of(kind: str) -> Any:
-    if kind in ("ORPO", "CPO"):
-        return preferences()
-    if kind == "TPO":
-        samples = preferences()
-        return samples.add_column("reference", samples.shuffle(seed=0)["chosen"])
-    samples = prompts_and_completions().select_columns(["prompt"])
-    if kind != "SDFT":
-        return samples
-    return samples.add_column("privileged_context", samples.shuffle(seed=0)["prompt"])
-
-
-def make_trainer(
-    kind: str, model_type: str, folder: Path, flag: bool | None, *, adapters: Any = None, **how: Any
-) -> Any:
-    how, model = {**OPTIONS[kind], **how}, widened(tiny_model(model_type))
-    if "moe" in model_type:
-        model.config.output_router_logits = True
-    named: dict[str, Any] = {} if adapters is None else lora(target_modules=adapters)
-    named["model"] = model
-    if kind == "OnlineDPO":
-        named["eval_dataset"] = None  # TRL's fails
-    if kind in REWARDED:
-        named["reward_funcs"] = [reward]
-        named["processing_class"] = tokenizer = tiny_tokenizer()
-        tokenizer.padding_side = "left"
-    made = trainer_of(kind, folder, flag, data_of(kind), named, **how)
-    torch.manual_seed(0)  # of samples
-    return made
 
 
 def same_as_trls(ours: Step, trls: Step) -> None:
@@ -87,64 +55,84 @@ def same_as_trls(ours: Step, trls: Step) -> None:
 @pytest.mark.parametrize(
     ("kind", "model_type", "how"),
     [
+        pytest.param("DPO", "gemma2", {}, id="dpo, softcap"),
+        pytest.param("DPO", "qwen3_moe", {"router_aux_loss_coef": 0.5}, id="dpo, auxiliary loss"),
+        pytest.param("DPO", "llama", LORA, id="dpo, lora"),
+        pytest.param("DPO", "llama", HEAD_SAVED, id="dpo, head saved"),
+        pytest.param("DPO", "llama", {"use_weighting": True}, id="dpo, weighted"),
+        pytest.param("DPO", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
+        pytest.param("DPO", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
+        pytest.param("KTO", "llama", {}, id="kto"),
+        pytest.param("KTO", "llama", LORA, id="kto, lora", marks=pytest.mark.slow),
         pytest.param("ORPO", "gemma2", {}, id="orpo, softcap"),
         pytest.param("ORPO", "qwen3_moe", {}, id="orpo, auxiliary loss"),
-        pytest.param("ORPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="orpo, lora on head"),
+        pytest.param("ORPO", "llama", ON_HEAD, id="orpo, lora on head"),
         pytest.param("CPO", "gemma2", {"loss_type": "simpo", "cpo_alpha": 0.0}, id="simpo"),
         pytest.param("CPO", "llama", {"loss_type": "ipo"}, id="cpo, ipo"),
         pytest.param("CPO", "llama", {"gradient_accumulation_steps": 2}, id="cpo, accumulation"),
         pytest.param("TPO", "gemma2", {"loss_type": "tpo-l", "tpo_alpha": 0.0}, id="tpo-l"),
-        pytest.param("TPO", "llama", {"adapters": ["q_proj", "lm_head"]}, id="tpo, lora on head"),
+        pytest.param("TPO", "llama", ON_HEAD, id="tpo, lora on head"),
         pytest.param("OnlineDPO", "gemma2", {"loss_type": "ipo"}, id="online dpo, ipo"),
-        pytest.param("OnlineDPO", "llama", {"adapters": ["q_proj"]}, id="online dpo, lora"),
+        pytest.param("OnlineDPO", "llama", LORA, id="online dpo, lora"),
         pytest.param("A2PO", "gemma2", {"gradient_accumulation_steps": 2}, id="a2po, softcap"),
-        pytest.param(
-            "SDFT",
-            "gemma2",
-            {"adapters": ["q_proj"], "teacher_model_kind": "base"},
-            id="sdft, lora",
-        ),
+        pytest.param("SDFT", "gemma2", {**LORA, "teacher_model_kind": "base"}, id="sdft, lora"),
         pytest.param("SDPO", "gemma2", {"distillation_weight": 0.0}, id="sdpo, policy"),
         pytest.param(
             "SDPO",
             "llama",
-            {"adapters": ["q_proj"], "teacher_model_kind": "ema", "distillation_weight": 0.5},
+            {**LORA, "teacher_model_kind": "ema", "distillation_weight": 0.5},
             id="sdpo, lora",
         ),
+        pytest.param("Distillation", "gemma2", {"beta": 0.3, "temperature": 0.7}, id="jsd"),
+        pytest.param("Distillation", "granite", {"beta": 0.0}, id="forward, scale"),
+        pytest.param("Distillation", "llama", LORA, id="distillation, lora"),
+        pytest.param("Distillation", "llama", HEAD_SAVED, id="distillation, head saved"),
+        pytest.param(
+            "Distillation",
+            "llama",
+            {"beta": 0.5, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+            id="distillation, accumulation",
+        ),
+        pytest.param("GKD", "gemma2", {"beta": 1.0}, id="gkd, reverse", marks=pytest.mark.slow),
+        pytest.param("GKD", "granite", {"beta": 0.0, "seq_kd": True}, id="gkd, teacher's text"),
+        pytest.param("GKD", "llama", {"lmbda": 1.0, **LORA}, id="gkd, on policy, lora"),
     ],
 )
 def test_models_are_trained_with_trls_numbers(
-    kind: str, model_type: str, how: dict[str, Any], reads: list[Any], tmp_path: Path
+    kind: str,
+    model_type: str,
+    how: dict[str, Any],
+    reads: list[Any],
+    trls_calls: list[Any],
+    tmp_path: Path,
 ) -> None:
-    trls = train(make_trainer(kind, model_type, tmp_path, None, **how))
-    trainer = make_trainer(kind, model_type, tmp_path, True, **how)
+    trls = train(make_trainer(kind, tmp_path, None, model_type, **how))
+    assert trls_calls or kind not in ("DPO", "KTO", "Distillation", "GKD")  # others take logits
+    trls_calls.clear()
+    trainer = make_trainer(kind, tmp_path, True, model_type, **how)
     ours = train(trainer)
-    assert reads == []
+    assert (reads, trls_calls) == ([], [])
     for name in ("model", "ref_model", "teacher_model"):
-        if getattr(trainer, name, None) is not None:
-            assert_fused(getattr(trainer, name))
+        model = getattr(trainer, name, None)
+        if name == "teacher_model" and kind in ("Distillation", "GKD"):  # its head alone
+            assert patch_status(model).patched
+        elif model is not None:
+            assert_fused(model)
     same_as_trls(ours, trls)
-    logged = {
-        "ORPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
-        "CPO": ("logits/chosen", "logps/rejected", "nll_loss", "eval_loss"),
-        "TPO": ("logits/chosen", "entropy", "mean_token_accuracy", "eval_loss"),
-        "OnlineDPO": ("logps/chosen", "objective/kl", "objective/entropy", "rewards/margins"),
-        "A2PO": ("implicit_reward", "eval_loss"),
-        "SDFT": ("self_distillation/distillation_loss", "eval_loss"),
-        "SDPO": ("self_distillation/reward_mean", "completions/mean_length", "eval_loss"),
-    }
-    assert {f"3 {name}" for name in logged[kind]} <= ours.keys()
+    assert {f"3 {name}" for name in LOGGED[kind]} <= ours.keys()
+    if kind in ("DPO", "KTO"):
+        assert ours["1 rewards/chosen"].any() == (trainer.ref_model is not None)
 
 
 @pytest.mark.parametrize("kind", ["CPO", "ORPO"])
 def test_encoder_decoders_are_trls(kind: str, tmp_path: Path) -> None:
     how = {"max_completion_length": 8}
-    trls = train(make_trainer(kind, "t5", tmp_path, None, **how))
-    assert_same(train(make_trainer(kind, "t5", tmp_path, True, **how)), trls)
+    trls = train(make_trainer(kind, tmp_path, None, "t5", **how))
+    assert_same(train(make_trainer(kind, tmp_path, True, "t5", **how)), trls)
 
 
 def test_a_head_that_cannot_be_fused_is_trls(tmp_path: Path) -> None:
-    trls, ours = (make_trainer("CPO", "llama", tmp_path, flag) for flag in (None, True))
+    trls, ours = (make_trainer("CPO", tmp_path, flag) for flag in (None, True))
     for trainer in (trls, ours):
         trainer.model.lm_head.register_full_backward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}: backward hooks of the head"):
@@ -154,7 +142,7 @@ def test_a_head_that_cannot_be_fused_is_trls(tmp_path: Path) -> None:
 
 def test_modes_that_compare_logits_are_trls(tmp_path: Path) -> None:
     how = {"distillation_mode": "topk_logits", "distillation_topk": 5}
-    trls, ours = (train(make_trainer("SDFT", "llama", tmp_path, f, **how)) for f in (None, True))
+    trls, ours = (train(make_trainer("SDFT", tmp_path, f, **how)) for f in (None, True))
     assert_same(ours, trls)
 
 
@@ -164,7 +152,7 @@ def test_answers_alone_pass_through_the_head(
     """But of a head with a softcap, for the means of all logits."""
     counts = record(fuse, "linear_log_probs", lambda *, labels, **_: int((labels != -100).sum()))
     for model_type in ("llama", "gemma2"):
-        trainer = make_trainer("CPO", model_type, tmp_path, True, max_steps=1)
+        trainer = make_trainer("CPO", tmp_path, True, model_type, max_steps=1)
         batch = next(iter(trainer.get_train_dataloader()))
         trainer.compute_loss(trainer.model, batch)
         answers = [batch[f"{kind}_labels"] for kind in ("chosen", "rejected")]
@@ -177,9 +165,9 @@ def test_answers_alone_pass_through_the_head(
 @pytest.mark.parametrize("kind", slow_but(["TPO", "SDFT"], ["TPO", "A2PO", "SDFT", "SDPO"]))
 def test_padding_is_left_out(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the calls for a loss: generation runs rows of a batch."""
-    trls = train(make_trainer(kind, "llama", tmp_path, None))
+    trls = train(make_trainer(kind, tmp_path, None))
     monkeypatch.setattr(unpadded, "may_serve_flash_attention", lambda *_: True)
-    trainer = make_trainer(kind, "llama", tmp_path, True)
+    trainer = make_trainer(kind, tmp_path, True)
     rows: list[int] = []
 
     def hook(_: Any, given: tuple[Tensor, ...]) -> None:
@@ -230,3 +218,25 @@ def test_other_reads_of_logits_are_errors() -> None:
     }.items():
         with pytest.raises(TypeError, match=read):
             function()
+
+
+def flagged_dpo(folder: Path, prepare: Any) -> Any:
+    models = [tiny_model("gemma2", seed=seed) for seed in (0, 1)]
+    for model in models:
+        prepare(model)
+    named = dict(zip(("model", "ref_model"), models, strict=True))
+    return trainer_of("DPO", folder, True, preferences(), named)
+
+
+def test_the_flag_patches_policy_and_reference_with_their_options(
+    trls_calls: list[Any], tmp_path: Path
+) -> None:
+    trainer = flagged_dpo(tmp_path, lambda each: apply_patch(each, layers=False, chunk_mib=3.0))
+    trainer.train()
+    assert trls_calls == []
+    for model in (trainer.model, trainer.ref_model):
+        assert_fused(model)
+        assert "3 MiB a chunk" in str(patch_status(model))
+        assert count_layers(model)["rms_norm"] == 0
+    with pytest.raises(ValueError, match=r"z_loss.*no part in TRL's loss.*trainer's configuration"):
+        flagged_dpo(tmp_path, lambda each: apply_patch(each, z_loss=0.1))
