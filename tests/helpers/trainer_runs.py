@@ -63,7 +63,6 @@ def make_trainer(
     callbacks: list[TrainerCallback] | None = None,
     compute_metrics: Callable | None = None,
     compute_loss_func: Callable | None = None,
-    preprocess_logits_for_metrics: Callable | None = None,
     **arguments: Any,
 ) -> Trainer:
     """Return one with plain SGD without clipping: a loss that is scaled wrongly trains wrongly."""
@@ -85,7 +84,6 @@ def make_trainer(
         callbacks=callbacks,
         compute_metrics=compute_metrics,
         compute_loss_func=compute_loss_func,
-        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
     )
 
 
