@@ -157,6 +157,10 @@ def test_axolotl_takes_the_configuration(example: bool, axolotl: Any) -> None:
             r"layers must be .* got \['rms_norm', 'foo'\]",
         ),
         ({"liger_patch_checkpoint_offload": 0}, "checkpoint_offload must be .* GiB > 0, got 0.0"),
+        (
+            {"liger_patch_layer": False},
+            "liger_patch_layer is no key of liger_patch, expected one of .*liger_patch_layers', ",
+        ),
     ],
 )
 def test_axolotls_configuration_is_checked(
@@ -164,15 +168,9 @@ def test_axolotls_configuration_is_checked(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         axolotl.LigerPatchArgs(liger_patch=True, **options)
+    axolotl.LigerPatchArgs(liger_patch=True, base_model="a key of Axolotl")
     if "true" in message:
         axolotl.LigerPatchArgs(liger_patch=False, **options)
-
-
-def test_a_key_that_axolotls_plugin_does_not_have_is_an_error(axolotl: Any) -> None:
-    message = "liger_patch_layer is no key of liger_patch, expected one of .*liger_patch_layers', "
-    with pytest.raises(ValueError, match=message):
-        axolotl.LigerPatchArgs(liger_patch=True, liger_patch_layer=False)
-    axolotl.LigerPatchArgs(base_model="a key of Axolotl")
 
 
 def test_llamafactorys_trainer_gets_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,12 +92,16 @@ def wrapped(model: nn.Module, config: Any, patch: str = "") -> nn.Module:
         apply_patch(model)
     torch.manual_seed(1)
     model = peft.get_peft_model(model, config)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name and not parameter.any():
-            nn.init.normal_(parameter, std=0.3)
+    have_effect(model)
     if "after" in patch:
         assert apply_patch(model) is model
     return model
+
+
+def have_effect(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.3)
 
 
 @pytest.mark.parametrize("patch", slow_but(["after"], PATCHES))
@@ -179,43 +183,40 @@ def test_merge_and_unload_leaves_a_patched_model(name: str) -> None:
     assert type(merged["after"]) is type(merged[""])
 
 
-def test_a_disabled_adapter_gives_the_loss_of_the_base_model() -> None:
-    base = tiny_model()
-    batch = tiny_batch(base)
-    expected = call(apply_patch(base), batch).loss
-    model = wrapped(tiny_model(), lora(modules_to_save=["lm_head"]), "after")
-    with torch.no_grad():
-        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
-    with model.disable_adapter():
-        assert torch.equal(call(model, batch).loss, expected)
-        assert patch_status(model).fused
-    assert not torch.equal(call(model, batch).loss, expected)
-    assert patch_status(model).fused
+HEAD_TRAINED, HEAD_SAVED = {"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}
 
 
-@pytest.mark.parametrize("active", [["default"], ["second"], ["default", "second"]], ids=str)
-def test_the_active_adapters_on_the_head_are_added(active: list[str]) -> None:
-    """Of different ranks and scales, also several at once; merged ones are in the weight."""
-    results = []
-    for patch in ("", "after"):
-        model = wrapped(widened(tiny_model()), lora(target_modules=["lm_head"]), patch)
-        model.add_adapter("second", lora(r=3, lora_alpha=2, target_modules=["lm_head"]))
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                nn.init.normal_(parameter, std=0.3)
-        model.base_model.set_adapter(active)
+@pytest.mark.parametrize(
+    ("options", "actives"),
+    [
+        pytest.param(HEAD_TRAINED, [["default"], ["second"], ["default", "second"]], id="trained"),
+        pytest.param(HEAD_SAVED, [["second"], ["default"]], id="saved"),
+    ],
+)
+def test_the_head_is_that_of_the_active_adapters(
+    options: dict[str, Any], actives: list[list[str]]
+) -> None:
+    """Of different ranks and scales, also several at once, merged into the weight or disabled."""
+    results: dict[str, dict[str, Tensor | None]] = {"": {}, "after": {}}
+    for patch, found in results.items():
+        model = wrapped(widened(tiny_model()), lora(**options), patch)
+        model.add_adapter("second", lora(r=3, lora_alpha=2, **options))
+        have_effect(model)
         batch = tiny_batch(model)
-        results.append(step(model, batch))
-        model.merge_adapter()
-        merged = call(model, batch).loss
-        torch.testing.assert_close(merged, results[-1]["loss"], rtol=1e-5, atol=0)
-        model.unmerge_adapter()
-        with model.disable_adapter():
-            results[-1]["disabled"] = call(model, batch).loss.detach()
-        if patch:
-            assert patch_status(model).fused
-    truth, ours = results
+        for active in actives:
+            model.set_adapter(*active) if len(active) == 1 else model.base_model.set_adapter(active)
+            values = step(model, batch)
+            model.merge_adapter()
+            merged = call(model, batch).loss
+            torch.testing.assert_close(merged, values["loss"], rtol=1e-5, atol=0)
+            model.unmerge_adapter()
+            with model.disable_adapter():
+                values["disabled"] = call(model, batch).loss.detach()
+            found |= {f"{active} {name}": value for name, value in values.items()}
+        assert patch_status(model).fused is (True if patch else None)
+    truth, ours = results.values()
     assert_no_worse(ours, truth, truth, torch.float32)
+    assert len({found.item() for name, found in ours.items() if name.endswith("loss")}) > 1
 
 
 def test_logits_of_an_adapter_on_the_head_are_eagers() -> None:
@@ -236,27 +237,6 @@ def test_logits_of_an_adapter_on_the_head_are_eagers() -> None:
     truth, ours = results
     assert any("lora_A" in name and "lm_head" in name for name in truth)
     assert_no_worse(ours, truth, truth, torch.float32)
-
-
-def test_the_active_adapters_head_is_the_one_that_is_used() -> None:
-    results = []
-    for patch in ("", "after"):
-        model = wrapped(widened(tiny_model()), lora(modules_to_save=["lm_head"]), patch)
-        model.add_adapter("second", lora(modules_to_save=["lm_head"], init_lora_weights=False))
-        heads = model.base_model.model.lm_head.modules_to_save
-        with torch.no_grad():
-            heads["second"].weight.copy_(heads["default"].weight.flip(0))
-        for name in ("second", "default"):
-            torch.manual_seed(2)
-            for parameter_name, parameter in model.named_parameters():
-                if "lora_" in parameter_name:
-                    nn.init.normal_(parameter, std=0.3)
-            model.set_adapter(name)
-            results.append(step(model, tiny_batch(model)))
-        assert patch_status(model).fused is (True if patch else None)
-    for truth, ours in zip(results[:2], results[2:], strict=True):
-        assert_no_worse(ours, truth, truth, torch.float32)
-    assert results[2]["loss"] != results[3]["loss"]
 
 
 @pytest.mark.parametrize("patch", PATCHES)
