@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import (
-    BartConfig,
-    LlamaConfig,
-    Qwen3NextConfig,
-)
+from transformers import BartConfig, LlamaConfig, Qwen3NextConfig
 
 import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.estimate import estimate as estimates
 from liger_patch.estimate.model import described
+from liger_patch.estimate.report import notes
 from liger_patch.estimate.step import EAGER
 
 NAMES = ["eager", "liger_patch, layers=False", "liger_patch"]
@@ -92,16 +89,18 @@ def test_offloaded_checkpoints_have_their_host_memory(
         (["--checkpoint-offload"], "argument --checkpoint-offload: expected --checkpointing too"),
         (["--reserve-gib", "-1"], "argument --reserve-gib: expected a number >= 0, got '-1'"),
         (["--reserve-gib", "x"], "argument --reserve-gib: expected a number >= 0, got 'x'"),
+        (["run", "missing.py"], "argument SCRIPT: expected a file, got missing.py"),
     ],
 )
 def test_what_does_not_fit_is_named(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = arguments if arguments[0] == "run" else ["estimate", "model", *arguments]
     with pytest.raises(SystemExit, match="2"):
-        main(["estimate", "model", *arguments])
+        main(given)
     printed = capsys.readouterr().err.replace("'4'", "4")  # Python 3.12 quotes choices no more
     assert message in printed
-    assert printed.startswith("python -m liger_patch estimate: error: ")  # and no usage
+    assert printed.startswith(f"python -m liger_patch {given[0]}: error: ")  # and no usage
     assert len(printed.splitlines()) == 1
 
 
@@ -178,6 +177,13 @@ def test_a_loop_over_chunks_of_tokens_has_no_longest_rows(
         "depends on the length, or it takes no longer ones. --length estimates the peak of "
         "another length."
     )
+
+
+def test_notes_name_the_contenders_without_longest_rows() -> None:
+    found = [estimates.Estimate("eager", {}, {16: 1}), estimates.Estimate("liger_patch", {})]
+    (note,) = notes("Model", True, found)
+    assert note.startswith("The longest sequences of liger_patch are not estimated: ")
+    assert notes("Model", True, found[:1]) == []
 
 
 def test_a_quantized_checkpoint_has_its_bits_or_an_error_with_its_method(

@@ -6,8 +6,8 @@ UPDATE_README=1 writes the table of docs/memory.md.
 from __future__ import annotations
 
 import copy
-import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from documents import check_section
+from estimated_models import PEFTS_WARNINGS
 from slow_cases import slow_but
 
 from benchmarks.longest_row import MODELS as LONG_MODELS
@@ -24,7 +25,7 @@ from benchmarks.models import MODELS
 from benchmarks.moe_step import CASES as MOE_CASES
 from liger_patch.estimate.estimate import WORKSPACES
 from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
-from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, Contender, trace_step
+from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -33,13 +34,6 @@ WITHIN = 0.03
 MIB = 2**20
 SUPERVISED = 0.6  # of the labels of a benchmark
 WITH_MASKS = replace(OURS, layers=OURS.layers - {"attention"})
-OVER_WEIGHTS = {  # files of steps without autocast, their peaks over the weights
-    "training_step.json": "steps",
-    "training_step_packed.json": "steps",
-    "training_step_compiled.json": "steps",
-    "training_step_compiled_h200.json": "steps",
-    "sft_step.json": "sft_steps",
-}
 CONTENDERS = {
     "eager": EAGER,
     "liger_patch": OURS_HEAD,
@@ -58,33 +52,24 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )
-QUICK_MODEL, QUICK_CONTENDERS = "Gemma-3-270M, 8 x 2048", ("eager", "liger_patch, layers")
-NOT_WHOLE = ", packed", ", padded"  # rows of a batch: estimate has whole ones
+QUICK = {  # a file, and the model and contender of its row
+    ("training_step.json", "Gemma-3-270M, 8 x 2048", "eager"),
+    ("training_step.json", "Gemma-3-270M, 8 x 2048", "liger_patch, layers"),
+    ("lora_step.json", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing", "liger_patch"),
+    (
+        "moe_step.json",
+        "Qwen3-30B-A3B of 6 layers, 4 x 2048, LoRA on experts + checkpointing",
+        "liger_patch",
+    ),
+    ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
+}
+# rows of a batch, where estimate has whole ones; an option that estimate has not
+NOT_ESTIMATED = ", packed", ", padded", "LoRA with dropout"
 
 
-def _rows(file: str, key: str) -> list[dict[str, Any]]:
-    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))[key]
-    rows = [row for row in rows if not row["model"].endswith(NOT_WHOLE)]
-    estimated = {*CONTENDERS, *LORA_CONTENDERS}  # others have other kernels, or Inductor's choice
-    return [row for row in rows if row["contender"] in estimated and "peak_mib" in row]
-
-
-def _measured() -> list[Any]:
-    """Each model, contender, and its peaks: several files have some of them."""
-    peaks: dict[tuple[str, str, Contender], list[float]] = {}
-    for file, key in OVER_WEIGHTS.items():
-        for row in _rows(file, key):
-            name = row["contender"]
-            peaks.setdefault((row["model"], name, CONTENDERS[name]), []).append(row["peak_mib"])
-    cases = [(*case, tuple(found)) for case, found in peaks.items()]
-    return slow_but(
-        [case for case in cases if case[0] == QUICK_MODEL and case[1] in QUICK_CONTENDERS], cases
-    )
-
-
-@functools.cache
-def _traced_mib(model_name: str, contender: Contender) -> float:
-    (model,) = (each for each in MODELS if each.name == model_name)
+def _plain_step(row: dict[str, Any]) -> tuple[Any, TrainingStep]:
+    """Return the configuration of a measured step's model, and the step."""
+    (model,) = (each for each in MODELS if each.name == row["model"])
     config = copy.deepcopy(model.config)
     step = TrainingStep(
         batch=model.sequences,
@@ -98,90 +83,30 @@ def _traced_mib(model_name: str, contender: Contender) -> float:
     if config.model_type == "gemma2":  # measured with SDPA, which left its softcap out
         config.attn_logit_softcapping = None
         step = replace(step, attention="sdpa")
-    trace, _ = trace_step(config, step, contender)
-    return trace.peak()[0] / MIB
+    return config, step
 
 
-@pytest.mark.parametrize(("model", "name", "contender", "peaks"), _measured())
-def test_peaks_over_the_weights(
-    model: str,
-    name: str,
-    contender: Contender,
-    peaks: tuple[float, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from transformers import Gemma2PreTrainedModel
-
-    # Transformers 5.17, which was measured, let Gemma 2 have SDPA
-    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
-    traced = _traced_mib(model, contender)
-    assert [traced / peak for peak in peaks] == pytest.approx([1.0] * len(peaks), abs=WITHIN)
-
-
-def _steps(file: str, setting: str) -> list[Any]:
-    """Quick: the first of a setting, patched."""
-    rows = _rows(file, "lora_steps")
-    rows = [row for row in rows if "dropout" not in row["model"]]  # estimate has no such option
-    ours = [row for row in rows if row["contender"] == "liger_patch"]
-    return slow_but([row for row in ours if row["model"].endswith(setting)][:1], rows)
-
-
-@functools.cache
-def _traced_lora_mib(
-    setting: str, contender: str, tokens: int | None = None
-) -> tuple[float, float]:
-    """Return the peak with the weights, and the weights; ``tokens``: of one long row."""
-    models = [case.model for case in CASES] if tokens is None else LONG_MODELS
-    (model,) = (each for each in models if setting.startswith(f"{each.name}, "))
-    step = TrainingStep(
+def _lora_step(row: dict[str, Any]) -> tuple[Any, TrainingStep]:
+    """The same of a step with adapters, of a batch or of one long row."""
+    models = LONG_MODELS if "timed" in row else [case.model for case in CASES]
+    (model,) = (each for each in models if row["model"].startswith(f"{each.name}, "))
+    return model.config, TrainingStep(
         batch=model.sequences,
-        length=tokens or model.length,
+        length=row.get("timed", model.length),
         lora_rank=16,
-        bits=4 if "QLoRA" in setting else None,
+        bits=4 if "QLoRA" in row["model"] else None,
         double_quant=True,
-        checkpointing="checkpointing" in setting,
-        checkpoint_offload=contender == OFFLOADED,
+        checkpointing="checkpointing" in row["model"],
+        checkpoint_offload=row["contender"] == OFFLOADED,
         supervised=SUPERVISED,
     )
-    trace, sizes = trace_step(model.config, step, LORA_CONTENDERS[contender])
-    return (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB, sizes.weights / MIB
 
 
-@pytest.mark.parametrize(
-    "measured",
-    _steps("lora_step.json", "QLoRA + checkpointing"),
-    ids=lambda row: f"{row['model']}, {row['contender']}",
-)
-def test_peaks_of_lora_steps_with_the_weights(measured: dict[str, Any]) -> None:
-    traced, weights = _traced_lora_mib(measured["model"], measured["contender"])
-    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
-    # earlier settings of the process leave a workspace or two, and the allocator leaves less than a
-    # MiB behind a large tensor unsplit: 2 MiB of 6 GiB in all
-    assert 0 <= measured["weights_mib"] - weights <= 1.2 * WORKSPACES / MIB + weights / 1000
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys:RuntimeWarning",
-    "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
-)
-@pytest.mark.parametrize(
-    "measured",
-    _steps("moe_step.json", "LoRA on experts + checkpointing"),
-    ids=lambda row: f"{row['model']}, {row['contender']}",
-)
-def test_peaks_of_steps_of_mixtures_with_the_weights(measured: dict[str, Any]) -> None:
-    """With adapters on all experts, or training every weight."""
-    pytest.importorskip("peft")
-    contender = measured["contender"]
-    ((case, setting),) = (
-        (case, setting)
-        for case in MOE_CASES
-        for setting in case.settings
-        if measured["model"] == f"{case.model.name}, {setting.name}"
-    )
-    if contender == "eager" and transformers.__version__.startswith("5.0."):
-        pytest.skip("Transformers 5.0 asks which experts have tokens: none have values here")
-    step = TrainingStep(
+def _mixture_step(row: dict[str, Any]) -> tuple[Any, TrainingStep]:
+    """The same with adapters on all experts, or training every weight."""
+    named = {f"{c.model.name}, {s.name}": (c, s) for c in MOE_CASES for s in c.settings}
+    case, setting = named[row["model"]]
+    return case.model.config, TrainingStep(
         batch=case.model.sequences,
         length=case.model.length,
         lora_rank=setting.rank or None,
@@ -192,38 +117,80 @@ def test_peaks_of_steps_of_mixtures_with_the_weights(measured: dict[str, Any]) -
         supervised=SUPERVISED,
         attention=case.attention,
     )
-    trace, sizes = trace_step(case.model.config, step, LORA_CONTENDERS[contender])
-    traced = (trace.peak()[0] + sizes.weights + WORKSPACES) / MIB
-    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
 
 
-def _long_rows() -> list[Any]:
-    """Return the measured rows: all but one, with slices and offloaded inputs, are slow."""
-    rows = [row for row in _rows("longest_row.json", "longest_rows") if "timed" in row]
-    return slow_but([next(row for row in rows if row["contender"] == OFFLOADED)], rows)
+FILES: dict[str, tuple[str, Callable[..., Any]]] = {  # their lists of rows, and what these measured
+    "training_step.json": ("steps", _plain_step),
+    "training_step_packed.json": ("steps", _plain_step),
+    "training_step_compiled.json": ("steps", _plain_step),
+    "training_step_compiled_h200.json": ("steps", _plain_step),
+    "sft_step.json": ("sft_steps", _plain_step),
+    "lora_step.json": ("lora_steps", _lora_step),
+    "moe_step.json": ("lora_steps", _mixture_step),
+    "longest_row.json": ("longest_rows", _lora_step),
+}
 
 
-@pytest.mark.parametrize("measured", _long_rows(), ids=lambda row: row["contender"])
-def test_peaks_of_long_rows_with_the_weights(measured: dict[str, Any]) -> None:
-    if checks.TOP_HOOKS is None and LORA_CONTENDERS[measured["contender"]] is OURS:
+def _rows() -> list[dict[str, Any]]:
+    """Return the measured rows with a peak: other contenders have other kernels, or Inductor's."""
+    found = []
+    for file, (key, _) in FILES.items():
+        rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))[key]
+        found += [{"file": file, **row} for row in rows if "peak_mib" in row]
+    found = [row for row in found if not row["model"].endswith(NOT_ESTIMATED)]
+    return [row for row in found if row["contender"] in {*CONTENDERS, *LORA_CONTENDERS}]
+
+
+def _steps() -> list[Any]:
+    """Return the rows of each model and contender: several files have some of them."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for row in _rows():
+        found.setdefault((row["model"], row["contender"]), []).append(row)
+    steps = [*found.values()]
+    return slow_but([rows for rows in steps if _name(rows[0]) in QUICK], steps)
+
+
+def _name(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["file"], row["model"], row["contender"]
+
+
+def _estimated(row: dict[str, Any]) -> tuple[float, float]:
+    """Return the peak in MiB, over the weights or with them as the row's, and the weights."""
+    make = FILES[row["file"]][1]
+    contenders = CONTENDERS if make is _plain_step else LORA_CONTENDERS
+    trace, sizes = trace_step(*make(row), contenders[row["contender"]])
+    with_weights = 0 if make is _plain_step else sizes.weights + WORKSPACES
+    return (trace.peak()[0] + with_weights) / MIB, sizes.weights / MIB
+
+
+@PEFTS_WARNINGS
+@pytest.mark.parametrize("rows", _steps(), ids=lambda rows: ", ".join(_name(rows[0])))
+def test_measured_peaks_are_estimated(
+    rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Transformers 5.17, which was measured, let Gemma 2 have SDPA
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    file, _, contender = _name(rows[0])
+    if file == "moe_step.json":
+        pytest.importorskip("peft")
+        if contender == "eager" and transformers.__version__.startswith("5.0."):
+            pytest.skip("Transformers 5.0 asks which experts have tokens: none have values here")
+    if file == "longest_row.json" and checks.TOP_HOOKS is None and contender != "eager":
         pytest.skip("torch 2.6 runs no slices")
-    how = (measured[name] for name in ("model", "contender", "timed"))
-    traced, _ = _traced_lora_mib(*how)
-    assert traced == pytest.approx(measured["peak_mib"], rel=WITHIN)
+    estimated, weights = _estimated(rows[0])
+    for row in rows:
+        assert estimated == pytest.approx(row["peak_mib"], rel=WITHIN)
+        if file == "lora_step.json":
+            # earlier settings of the process leave a workspace or two, and the allocator leaves
+            # less than a MiB behind a large tensor unsplit: 2 MiB of 6 GiB in all
+            over = row["weights_mib"] - weights
+            assert 0 <= over <= 1.2 * WORKSPACES / MIB + weights / 1000
 
 
 def _shown() -> list[dict[str, Any]]:
     """Return the measured rows of docs/memory.md, as their files have them."""
-    keys = {**OVER_WEIGHTS, "lora_step.json": "lora_steps", "longest_row.json": "longest_rows"}
-    found = []
-    for file, model, contender in SHOWN:
-        (row,) = (
-            row
-            for row in _rows(file, keys[file])
-            if (row["model"], row["contender"]) == (model, contender)
-        )
-        found.append(row | {"file": file})
-    return found
+    rows = {_name(row): row for row in _rows()}
+    return [rows[name] for name in SHOWN]
 
 
 def _named(row: dict[str, Any]) -> list[str]:
@@ -235,16 +202,10 @@ def _named(row: dict[str, Any]) -> list[str]:
     return [step, contender, f"{row['peak_mib']:,.0f}"]
 
 
-def _estimated(row: dict[str, Any]) -> float:
-    if row["file"] in ("lora_step.json", "longest_row.json"):
-        return _traced_lora_mib(row["model"], row["contender"], row.get("timed"))[0]
-    return _traced_mib(row["model"], CONTENDERS[row["contender"]])
-
-
 @pytest.mark.slow
 def test_the_documents_table_is_what_is_measured_and_estimated() -> None:
     lines = [["step", "contender", "measured", "estimated"], ["---"] * 4]
-    lines += [[*_named(row), f"{_estimated(row):,.0f}"] for row in _shown()]
+    lines += [[*_named(row), f"{_estimated(row)[0]:,.0f}"] for row in _shown()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     check_section(MEMORY, SECTION, f"{table}\n\n{_promise()}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from liger_patch.estimate.model import TrainingStep
 
 HIDDEN, SIZE, VOCABULARY, LAYERS, TOKENS = 64, 256, 4096, 2, 512
@@ -17,4 +19,8 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
 }
+PEFTS_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning",
+    "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
+)
 OFFLOADED = replace(STEP, checkpointing=True, checkpoint_offload=True, length=16384)
