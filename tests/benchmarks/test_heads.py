@@ -8,19 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks.head_contenders import (
-    eager,
-    ours,
-)
+from benchmarks.head_contenders import eager, ours
 from benchmarks.heads import Head
 from benchmarks.kinds_of_heads import KINDS as KINDS_OF_HEADS
 from benchmarks.kinds_of_heads import Kind, run_kind
 from benchmarks.linear_cross_entropy import gradient_errors, run_case
 from benchmarks.log_probs import contenders as log_probs_contenders
-from benchmarks.measure import (
-    Failure,
-    is_right,
-)
+from benchmarks.measure import Failure, is_right
 from benchmarks.names import LOWER_BOUND
 
 TINY = Head("tiny", 16, 64, 40, ignored=0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,25 @@ import liger_patch
 from liger_patch.__main__ import main
 from liger_patch.cli import doctor
 
+Ran = Callable[[], tuple[int, str]]
 
-def test_this_machine_passes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
+    """Runs the command: its exit status, and what it has printed."""
+    return lambda: (main(["doctor"]), capsys.readouterr().out)
+
+
+def test_this_machine_passes_also_where_variables_ask_for_logits(
+    monkeypatch: pytest.MonkeyPatch, ran: Ran
 ) -> None:
     monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "64")
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
+    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
+    status, printed = ran()
+    assert status == 0
     assert f"torch        {metadata.version('torch')}" in printed
     assert "LIGER_PATCH_CHUNK_MIB=64" in printed
+    assert "LIGER_PATCH_RETURN_LOGITS=1" in printed
     assert "\ncpu\n" in printed
     assert "operator, float32    right" in printed
     assert "model, float32       right" in printed
@@ -43,9 +54,7 @@ def test_versions_that_are_newer_than_the_tested_ones_are_named(
     }
 
 
-def test_wrong_gradients_fail(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_gradients_fail(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     right = liger_patch.linear_cross_entropy
 
     def wrong(hidden: Any, weight: Any, labels: Any, **options: Any) -> Any:
@@ -53,32 +62,21 @@ def test_wrong_gradients_fail(
         return loss + 0.001 * (hidden.sum() - hidden.sum().detach())  # of gradients alone
 
     monkeypatch.setattr(liger_patch, "linear_cross_entropy", wrong)
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
+    status, printed = ran()
+    assert status == 1
     assert "operator, float32    WRONG:" in printed
     assert "times the error that is allowed" in printed
     assert "model, float32       right" in printed
 
 
-def test_an_unpatched_model_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unpatched_model_fails(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     monkeypatch.setattr(liger_patch, "apply_patch", lambda model: model)
-    assert main(["doctor"]) == 1
-    assert "the loss of the patched model was not fused" in capsys.readouterr().out
+    status, printed = ran()
+    assert status == 1
+    assert "the loss of the patched model was not fused" in printed
 
 
-def test_a_variable_that_asks_for_logits_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    assert main(["doctor"]) == 0
-    assert "LIGER_PATCH_RETURN_LOGITS=1" in capsys.readouterr().out
-
-
-def test_an_error_has_no_paths(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_has_no_paths(monkeypatch: pytest.MonkeyPatch, ran: Ran) -> None:
     home = str(Path.home() / "secret")
 
     def broken(*_: Any, **__: Any) -> Any:
@@ -86,8 +84,8 @@ def test_an_error_has_no_paths(
 
     monkeypatch.setattr(liger_patch, "linear_cross_entropy", broken)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", home)
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
+    status, printed = ran()
+    assert status == 1
     assert "WRONG: OSError: cannot open '<path>'" in printed
     assert "PYTORCH_CUDA_ALLOC_CONF=<path>" in printed
     assert "secret" not in printed

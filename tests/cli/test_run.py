@@ -176,12 +176,6 @@ def test_a_script_with_a_trainer_is_compared_and_ended(
     assert not list(tmp_path.glob("out/*"))
 
 
-@needs["accelerate"]
-def test_a_script_that_ends_early_says_so(tmp_path: Path, made: Path) -> None:
-    table, _ = tried(tmp_path, made, LOAD + TRAIN, steps=2)
-    assert "note: scripts/train.py ended after 2 of 3 steps" in table
-
-
 @pytest.mark.slow
 @needs["trl"]
 def test_a_deep_copy_as_the_reference_is_patched_by_its_trainer(tmp_path: Path, made: Path) -> None:
@@ -287,9 +281,3 @@ def test_run_trains_to_the_end_under_a_launcher(launcher: str, tmp_path: Path, m
     assert "saved by __main__ ['scripts/train.py', '--lr', '0.1']" in done.stdout
     assert (tmp_path / "final/model.safetensors").exists()
     assert (tmp_path / "out/checkpoint-2").exists()
-
-
-def test_a_script_that_is_none(tmp_path: Path, made: Path) -> None:
-    done = start(tmp_path, made, "", "run", "missing.py")
-    assert done.returncode == 2
-    assert "argument SCRIPT: expected a file, got missing.py" in done.stderr
