@@ -259,9 +259,10 @@ def call(model: PreTrainedModel, batch: dict[str, Any], **arguments: Any) -> Ste
     return {**{name: value.detach() for name, value in outputs.items()}, **gradients}
 
 
-def assert_same(ours: Step, trls: Step) -> None:
+def assert_same(ours: Step, trls: Step, *, eps: int = 1) -> None:
+    """``eps``: of float32, see ``assert_no_worse``."""
     ours, trls = (
         {n: v.double() if v is not None and v.dtype == torch.bool else v for n, v in each.items()}
         for each in (ours, trls)
     )
-    assert_no_worse(ours, trls, trls, torch.float32)
+    assert_no_worse(ours, trls, trls, torch.float32, eps=eps)
