@@ -4,7 +4,7 @@ and the modules' own calls wherever something else hangs on one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,19 +34,35 @@ def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -
     assert len(calls) == model.config.num_hidden_layers
 
 
+def other_product(ran: list[int], patch: pytest.MonkeyPatch) -> None:
+    own = nn.functional.linear
+    patch.setattr(nn.functional, "linear", lambda *args: ran.append(1) or own(*args))
+
+
+def other_forward(ran: list[int], patch: pytest.MonkeyPatch) -> None:
+    own = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, x: ran.append(1) or own(self, x))
+
+
+def hook_of_all_modules(ran: list[int], patch: pytest.MonkeyPatch) -> None:
+    hooks = nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, -1, lambda module, *_: ran.extend([1] * (type(module) is nn.Linear)))
+
+
+@pytest.mark.parametrize("change", [other_product, other_forward, hook_of_all_modules])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_product_that_somebody_has_replaced_runs(
-    when: str, calls: list[Any], record: Callable[..., list[Any]]
+def test_what_somebody_has_changed_of_all_products_runs(
+    when: str, change: Callable[..., None], calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model()
+    model, ran = tiny_model(), []
     if when == "after":
         apply_patch(model, layers=True)
-    products = record(nn.functional, "linear")
+    change(ran, monkeypatch)
     if when == "before":
         apply_patch(model, layers=True)
-        products.clear()
+        ran.clear()
     model.model(**{name: v for name, v in tiny_batch(model).items() if name != "labels"})
-    assert len(products) == 7 * model.config.num_hidden_layers
+    assert len(ran) == 7 * model.config.num_hidden_layers
     assert not calls
 
 
@@ -85,13 +101,17 @@ def biased(layer: Any, ran: list[int]) -> None:
     layer.up_proj.bias.register_hook(lambda gradient: ran.append(1))
 
 
-def subclassed(layer: Any, ran: list[int]) -> None:
-    class Doubled(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            ran.append(1)
-            return 2 * super().forward(input)
+def subclassed(name: str) -> Callable[[Any, list[int]], Any]:
+    def hang(layer: Any, ran: list[int]) -> None:
+        own = type(getattr(layer, name))
 
-    layer.down_proj.__class__ = Doubled
+        def forward(self: Any, x: Tensor) -> Tensor:
+            ran.append(1)
+            return 2 * own.forward(self, x)
+
+        getattr(layer, name).__class__ = type(own.__name__, (own,), {"forward": forward})
+
+    return hang
 
 
 def replaced(layer: Any, ran: list[int]) -> None:
@@ -112,15 +132,17 @@ NOT_PLAIN: dict[str, Callable[[Any, list[int]], Any]] = {
     "pre-hook": hooked("down_proj", "register_forward_pre_hook"),
     "backward hook": hooked("gate_proj", "register_full_backward_hook"),
     "bias": biased,
-    "subclass": subclassed,
+    "subclass": subclassed("down_proj"),
     "forward of its own": replaced,
     "another tensor": another_tensor,
+    "hook of the activation": hooked("act_fn", "register_forward_hook"),
+    "another activation": subclassed("act_fn"),
 }
 
 
 @pytest.mark.parametrize("hang", NOT_PLAIN.values(), ids=NOT_PLAIN)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_hangs_on_a_projection_runs(
+def test_what_hangs_on_a_projection_or_the_activation_runs(
     hang: Callable[[Any, list[int]], Any], when: str, calls: list[Any]
 ) -> None:
     model, ran = tiny_model(), []
@@ -132,54 +154,21 @@ def test_what_hangs_on_a_projection_runs(
         apply_patch(model, layers=True)
     model.double()
     ours = step(model, batch)
-    assert ran
+    assert ran == [1]
     assert len(calls) == model.config.num_hidden_layers - 1
     truth = step(revert_patch(model), batch)
     assert_same_step(ours, truth)
 
 
-@pytest.fixture
-def hook_of_all_modules() -> Iterator[list[str]]:
-    ran: list[str] = []
-    handle = nn.modules.module.register_module_forward_hook(
-        lambda module, *_: ran.append(type(module).__name__)
-    )
-    yield ran
-    handle.remove()
-
-
-def test_a_hook_of_all_modules_sees_every_projection(
-    hook_of_all_modules: list[str], calls: list[Any]
+@pytest.mark.parametrize(("projection", "functions"), [("q_proj", 2), ("up_proj", 0)])
+def test_adapters_elsewhere_leave_a_layer_one_function(
+    projection: str, functions: int, calls: list[Any]
 ) -> None:
-    model = apply_patch(tiny_model(), layers=True)
-    before = len(hook_of_all_modules)
-    model(**tiny_batch(model))
-    linears = sum(type(m) is nn.Linear for m in model.model.modules())
-    assert hook_of_all_modules[before:].count("Linear") >= linears
-    assert not calls
-
-
-def test_a_replaced_linear_layer_runs(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ran = apply_patch(tiny_model(), layers=True), []
-    forward = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: ran.append(1) or forward(self, x))
-    model(**tiny_batch(model))
-    assert len(ran) >= sum(type(m) is nn.Linear for m in model.model.modules())
-    assert not calls
-
-
-def test_adapters_on_some_projections_leave_the_others_layers_alone(calls: list[Any]) -> None:
     peft = pytest.importorskip("peft")
-    model = tiny_model()
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = apply_patch(peft.get_peft_model(model, config), layers=True)
-    model(**tiny_batch(model.get_base_model())).loss.backward()
-    assert len(calls) == 2
-    calls.clear()
-    config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=[projection], init_lora_weights=False)
     model = apply_patch(peft.get_peft_model(tiny_model(), config), layers=True)
     model(**tiny_batch(model.get_base_model())).loss.backward()
-    assert not calls
+    assert len(calls) == functions
 
 
 @pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj", "mlp", "layers.0"])
@@ -202,9 +191,6 @@ def test_a_gate_of_another_dtype_than_its_product_is_promoted() -> None:
     torch.testing.assert_close(apply_patch(model, layers=True)(**batch).loss, truth)
 
 
-HIDDEN, SIZE = 24, 40
-
-
 ACTIVATIONS = ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu", "quick_gelu", "relu"]
 
 
@@ -222,28 +208,6 @@ def test_activations_that_have_a_kernel(activation: str) -> None:
     counts = count_layers(apply_patch(model, layers=True))
     assert counts["gated"] == (0 if has_none else 2)
     torch.testing.assert_close(model(**batch).loss, truth)
-
-
-def test_an_activation_that_was_replaced_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(tiny_model(), layers=True)
-    activation, calls = type(model.model.layers[0].mlp.act_fn), []
-    monkeypatch.setattr(activation, "forward", lambda self, x: calls.append(1) or x)
-    model(**tiny_batch(model))
-    assert len(calls) == model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("model_type", "name"), [("llama", "act_fn"), ("phi3", "activation_fn")])
-def test_hooks_of_an_activation_run(when: str, model_type: str, name: str) -> None:
-    model, calls = tiny_model(model_type), []
-    if when == "after":
-        apply_patch(model, layers=True)
-    activation = getattr(model.model.layers[0].mlp, name)
-    activation.register_forward_hook(lambda *_: calls.append(1))
-    if when == "before":
-        apply_patch(model, layers=True)
-    model(**tiny_batch(model))
-    assert calls == [1]
 
 
 class Partitioned(dict):
@@ -334,16 +298,3 @@ def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:
     assert torch.rand(()) == expected
     assert count_layers(model)["gated"] == 2
     assert not calls
-
-
-def test_an_activation_of_another_class_is_left_alone() -> None:
-    class SiLU(torch.nn.SiLU):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    model = tiny_model()
-    model.model.layers[0].mlp.act_fn = SiLU()
-    batch = tiny_batch(model)
-    truth = model(**batch).loss
-    assert count_layers(apply_patch(model, layers=True))["gated"] == 1
-    torch.testing.assert_close(model(**batch).loss, truth)
