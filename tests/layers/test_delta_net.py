@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 from exactness import assert_no_worse
-from layer_checks import check
 from packed_samples import Sample, make_samples, positions_only, truth_of
 from tiny_models import ROWS, tiny_batch, tiny_model
 from torch import Tensor
@@ -94,19 +93,6 @@ def test_a_cache_keeps_the_layers_own_functions(model_type: str, calls: list[str
     assert not any(count_layers(model).values())
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_a_copy_runs_with_weights_of_its_own(model_type: str, calls: list[str]) -> None:
-    model = apply_patch(tiny_model(model_type), layers=["delta_net"])
-    layer = layers_of(model)[0]
-    other, x = copy.deepcopy(layer), torch.randn(1, 5, layer.hidden_size)
-    with torch.no_grad():
-        other.out_proj.weight.mul_(2.0) if hasattr(other, "out_proj") else other.o_proj.weight.mul_(
-            2.0
-        )
-        torch.testing.assert_close(other(x), 2.0 * layer(x))
-    assert len(calls) == 4
-
-
 @pytest.mark.parametrize("names", [["seq_idx", "cu_seq_lens_q"], ["seq_idx"]])
 def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> None:
     model = apply_patch(tiny_model("qwen3_5_text").double(), layers=["delta_net"])
@@ -119,21 +105,6 @@ def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> 
     x = torch.randn(1, sum(lengths), layer.hidden_size, dtype=torch.float64)
     packed = layer(x, **{name: packing[name] for name in names})
     torch.testing.assert_close(packed, torch.cat([layer(p) for p in x.split(lengths, 1)], 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_rule_is_no_worse_than_transformers(dtype: torch.dtype) -> None:
-    modeling = transformers.models.qwen3_next.modeling_qwen3_next
-    own = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
-    ours = delta_net._rule_or_own(own)
-
-    def eager(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        if v.dtype == torch.float64:
-            return delta_cases.eager(q, k, v, g, beta)
-        return own(q, k, v, g=g, beta=beta)[0]
-
-    inputs = {n: x.to(dtype) for n, x in delta_cases.inputs(70, heads=4, groups=1).items()}
-    check(lambda q, k, v, g, beta: ours(q, k, v, g=g, beta=beta)[0], eager, inputs)
 
 
 def test_a_state_is_left_to_transformers(calls: list[str]) -> None:

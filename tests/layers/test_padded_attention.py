@@ -21,16 +21,10 @@ from attention_models import (
     make_model,
 )
 from attention_models import served_calls as served_calls
+from tiny_models import tiny_model
 from torch import Tensor
 from training_step import assert_right, step, widened
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Gemma3nTextConfig,
-    LlamaForCausalLM,
-    M2M100Config,
-    Qwen3NextConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import NOTICE
 
@@ -85,21 +79,8 @@ def test_logits_of_padding_that_are_read_with_gradients_are_warned_of(
 @pytest.mark.parametrize("kind", ["padded", "padded left"])
 def test_recurrent_layers_see_padding_on_the_left(kind: str, calls: Calls) -> None:
     """Of Qwen3-Next: its linear attention and its convolutions see all tokens before theirs."""
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(
-        **SIZES,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        use_cache=False,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = tiny_model("qwen3_next")
+    model.config.use_cache = False
     apply_patch(model, layers=["attention"])(**make_batch(kind))
     assert (calls.flash, calls.own) == ([], [kind == "padded left"])
 
@@ -156,13 +137,8 @@ def test_padding_whose_results_may_be_used_keeps_its_mask(
 
 def test_a_loss_that_does_not_shift_its_labels_keeps_the_mask(calls: Calls) -> None:
     """Of M2M-100, whose first padded token may have a label."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "vocab_size": 131, "encoder_layers": 1, "decoder_layers": 2}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    widths = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-    tokens = {"pad_token_id": 0, "decoder_start_token_id": 1}
-    config = M2M100Config(**sizes, **heads, **widths, **tokens, use_cache=False)
-    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="sdpa").eval()
+    model = tiny_model("m2m_100").eval()
+    model.config.use_cache = False
     batch = make_batch("padded")
     given = {
         "input_ids": torch.randint(3, 131, (2, 9)),

@@ -4,6 +4,7 @@ the backbone sees each prefix once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from training_step import assert_right, call, in_float64, step, widened, with_ch
 
 from liger_patch import apply_patch, registry
 from liger_patch.layers import masked_attention, unpadded
-from liger_patch.layers.prefixes import Group, PutBack, compare_rows, groups_of, in_one_row
+from liger_patch.layers.prefixes import Group, PutBack, in_one_row
 
 pytestmark = WARNINGS
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
@@ -34,7 +35,11 @@ BATCHES: dict[str, tuple[list[tuple[str, int]], int]] = {
     ),
     "a system prompt": ([("ssaaaaaa", 3), ("ssaaaaaa", 4), ("ssbbbbb", 2), ("ssbbbbb", 5)], 29),
     "an empty completion": ([("aaaaaaa", 0), ("aaaaaaa", 5), ("bbb", 2), ("bbb", 0)], 19),
-    "one alone": ([("aaaaaaa", 3), ("aaaaaaa", 5), ("cccc", 6), ("d", 1)], 27),
+    "one alone, and an empty row": (
+        [("aaaaaaa", 3), ("aaaaaaa", 5), ("cccc", 6), ("", 0), ("d", 1)],
+        27,
+    ),
+    "what saves most": ([("aaabbc", 3), ("aaabb", 4), ("aaa", 2), ("aaabbc", 2)], 21),
 }
 
 
@@ -50,7 +55,8 @@ def make_batch(
     completions = torch.randint(40, SIZES["vocab_size"], (len(rows), most), generator=generator)
     for row, (prompt, completion) in enumerate(rows):
         own = completions[0 if alike else row, :completion]
-        ids = torch.cat([torch.tensor([ord(each) - 90 + i for i, each in enumerate(prompt)]), own])
+        letters = torch.tensor([ord(each) - 90 + i for i, each in enumerate(prompt)]).long()
+        ids = torch.cat([letters, own])
         labels = ids.clone()
         labels[: 1 if all_used else len(prompt)] = -100
         padding = most - len(ids)
@@ -89,6 +95,7 @@ def test_a_step_is_exact_in_float64(
     with torch.no_grad():
         logits = torch.as_tensor(call(model.eval(), batch).logits)
     assert logits.shape == (*batch["input_ids"].shape, SIZES["vocab_size"])
+    assert not logits[batch["attention_mask"] == 0].any()
 
 
 def test_equal_rows_share_all_but_one_token(calls: Calls) -> None:
@@ -113,21 +120,27 @@ def test_autocast_to_16_bits_is_no_worse(model_type: str, calls: Calls) -> None:
     assert shapes[0][1] < int(batch["attention_mask"].sum())
 
 
-def _windows(model: Any) -> None:
+def _windows(model: Any, _: pytest.MonkeyPatch) -> None:
     model.config.sliding_window = 12
     model.config.layer_types = ["sliding_attention"] * 2
 
 
-def _dropout(model: Any) -> None:
+def _dropout(model: Any, _: pytest.MonkeyPatch) -> None:
     model.model.layers[0].mlp.drop = nn.Dropout(0.1)
 
 
-ALONE = {
+def _padded_log_sum_exp(_: Any, patch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6 has it."""
+    patch.setattr(unpadded, "has_lse_of_tokens", lambda: False)
+
+
+ALONE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "dropout": _dropout,
-    "dropout by the configuration": lambda model: setattr(model.config, "resid_pdrop", 0.1),
-    "noise of a router": lambda model: setattr(model.config, "router_jitter_noise", 0.1),
+    "dropout by the configuration": lambda model, _: setattr(model.config, "resid_pdrop", 0.1),
+    "noise of a router": lambda model, _: setattr(model.config, "router_jitter_noise", 0.1),
     "a window that hides tokens": _windows,
-    "an attention without kernels": lambda model: setattr(
+    "a padded log-sum-exp": _padded_log_sum_exp,
+    "an attention without kernels": lambda model, _: setattr(
         model.model.layers[0].self_attn,
         "__class__",
         type(make_model("llama").model.layers[0].self_attn),
@@ -136,11 +149,13 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_other_calls_compute_each_row(kind: str, calls: Calls) -> None:
+def test_other_calls_compute_each_row(
+    kind: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without padding still; in evaluation, nothing is drawn, and prefixes are shared."""
     model = apply_patch(make_model("llama"), layers=["attention"])
     batch = make_batch([("aaaaaaa", 3), ("aaaaaaa", 9), ("bbb", 1)])
-    ALONE[kind](model)
+    ALONE[kind](model, monkeypatch)
     shapes = rows_of(model)
     model(**batch)
     model.eval()
@@ -161,16 +176,6 @@ def test_attention_without_flash_attention_gets_the_mask(
     torch.testing.assert_close(step(model, batch), own, **EXACT)
     assert shapes == [(1, BATCHES["scattered"][1])]
     assert calls.own == [True, True]
-
-
-def test_a_padded_log_sum_exp_is_not_merged(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.6 has it."""
-    monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: False)
-    model = apply_patch(make_model("llama"), layers=["attention"])
-    batch = make_batch(BATCHES["pairs"][0])
-    shapes = rows_of(model)
-    model(**batch)
-    assert shapes == [(1, 48)]
 
 
 def test_little_in_common_is_not_shared(calls: Calls) -> None:
@@ -201,52 +206,8 @@ def test_every_architecture_shares_or_computes_each_row(
     assert all(tokens < batch["attention_mask"].sum() for _, tokens in shapes)
 
 
-def test_groups_are_those_that_save_most() -> None:
-    ids = torch.tensor(
-        [
-            [1, 2, 3, 4, 5, 6],  # of 3, 4 and 5 tokens
-            [1, 2, 3, 4, 7, 7],
-            [1, 2, 8, 8, 8, 8],
-            [9, 9, 9, 9, 9, 9],
-            [9, 9, 9, 9, 9, 9],
-            [1, 2, 3, 4, 5, 7],
-        ]
-    )
-    starts, lengths = torch.tensor([0, 0, 0, 1, 0, 0]), torch.tensor([6, 6, 6, 3, 5, 6])
-    alike = compare_rows(ids, starts, lengths)
-    assert alike.tolist() == [
-        [0, 4, 2, 0, 0, 5],
-        [4, 0, 2, 0, 0, 4],
-        [2, 2, 0, 0, 0, 2],
-        [0, 0, 0, 0, 2, 0],
-        [0, 0, 0, 2, 0, 0],
-        [5, 4, 2, 0, 0, 0],
-    ]
-    groups = groups_of(alike.tolist(), list(range(6)))
-    assert sorted(groups) == [Group(2, [3, 4]), Group(4, [0, 1, 5])]
-    assert groups_of(alike.tolist(), [0, 3]) == groups_of([[0]], [0]) == []
-
-
-def test_gradients_of_all_places_are_added_in_one_order() -> None:
-    groups = [Group(2, [0, 3]), Group(3, [1, 2, 5])]
-    starts, lengths = [1, 0, 0, 2, 4, 0], [4, 5, 4, 3, 0, 6]
-    row = in_one_row(starts, lengths, 6, groups, torch.device("cpu"))
-    hidden = torch.randn(len(row.places), 4, dtype=torch.float64, requires_grad=True)
-    source = torch.full((36,), -1)
-    for places in (row.places, *row.again):
-        assert (source[places] == -1).all()
-        source[places] = torch.arange(len(places))
-    real = torch.zeros(6, 6, dtype=torch.bool)
-    for each, start, length in zip(real, starts, lengths, strict=True):
-        each[start : start + length] = True
-    assert torch.equal(source.view(6, 6) >= 0, real)
-    assert torch.equal(row.positions[source[6:11]], torch.arange(5))
-    expected = hidden[source] * (source >= 0)[:, None]
-    found: Any = PutBack.apply(hidden, row, 36)
-    assert torch.equal(found, expected)
-    upstream = torch.randn_like(found)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(y, hidden, upstream) for y in (found, expected)), **EXACT
-    )
+def test_a_second_derivative_is_an_error() -> None:
+    row = in_one_row([1, 0], [2, 2], 3, [Group(1, [0, 1])], torch.device("cpu"))
+    hidden = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(PutBack.apply(hidden, row, 36).sum(), hidden, create_graph=True)
+        torch.autograd.grad(PutBack.apply(hidden, row, 6).sum(), hidden, create_graph=True)
