@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import ROWS, tiny_batch, tiny_model
-from training_step import call, step
+from training_step import call, step, with_checkpoints
 from transformers import Gemma3ForCausalLM
 
 from liger_patch import apply_patch, patch_status
@@ -85,28 +84,23 @@ def test_queries_and_keys_see_hooks_and_functions_that_come_later(
     assert seen == ["norm", *["rotary"] * model.config.num_hidden_layers]
 
 
-@contextmanager
-def kernels_run(found: list[str]) -> Iterator[None]:
-    """Within this context the list gets the names of the operators of layers that run."""
-    with pytest.MonkeyPatch.context() as patches:
-        for module, name in OPERATORS:
-            own = getattr(module, name)
-
-            def run(*args: Any, own: Any = own, name: str = name, **options: Any) -> Any:
-                found.append(name)
-                return own(*args, **options)
-
-            patches.setattr(module, name, run)
-        yield
+@pytest.fixture
+def run(record: Callable[..., list[Any]]) -> list[str]:
+    """The names of the operators of layers that have run, also those of probes."""
+    names: list[str] = []
+    for module, name in OPERATORS:
+        record(module, name, lambda *_, own=name, **__: names.append(own))
+    return names
 
 
-def test_a_layer_that_is_given_shards_runs_its_own_code() -> None:
+def test_a_layer_that_is_given_shards_runs_its_own_code(run: list[str]) -> None:
     """A kernel would read memory that a tensor of tensors does not have."""
     from torch.testing._internal.two_tensor import TwoTensor
 
-    model, run = apply_patch(tiny_model(), layers=True), []
+    model = apply_patch(tiny_model(), layers=True)
     x = torch.randn(2, 9, model.config.hidden_size)
-    with torch.no_grad(), kernels_run(run):
+    run.clear()
+    with torch.no_grad():
         for layer in (model.model.layers[0].input_layernorm, model.model.layers[0].mlp):
             y = layer(TwoTensor(x, x.clone()))
             plain = type(layer)._liger_patch_original.forward(layer, x)
@@ -115,37 +109,38 @@ def test_a_layer_that_is_given_shards_runs_its_own_code() -> None:
 
 
 def test_a_device_without_kernels_runs_the_models_own_layers(
-    monkeypatch: pytest.MonkeyPatch,
+    run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "DEVICES", ("cuda",))
     model = tiny_model()
-    batch, run = tiny_batch(model), []
+    batch = tiny_batch(model)
     logits = model(**batch).logits
     apply_patch(model)
-    with kernels_run(run):
-        assert torch.equal(model(**batch).logits, logits)
-        step(model, batch)
-        assert run == []
-        assert "calls on cpu run the model's own layers" in str(patch_status(model))
-        apply_patch(model, layers=["rms_norm", "gated"])
-        run.clear()  # the probes
-        step(model, batch)
-        assert {*run} == {"run_rms_norm", "run_gated_mlp"}
-        assert "calls on cpu" not in str(patch_status(model))
-        apply_patch(model)
-        run.clear()
-        step(model, batch)
-        assert run == []
+    run.clear()
+    assert torch.equal(model(**batch).logits, logits)
+    step(model, batch)
+    assert run == []
+    assert "calls on cpu run the model's own layers" in str(patch_status(model))
+    apply_patch(model, layers=["rms_norm", "gated"])
+    run.clear()
+    step(model, batch)
+    assert {*run} == {"run_rms_norm", "run_gated_mlp"}
+    assert "calls on cpu" not in str(patch_status(model))
+    apply_patch(model)
+    run.clear()
+    step(model, batch)
+    assert run == []
 
 
 @pytest.mark.parametrize(
     "model_type", sorted(ROWS.keys() & {"llama", "gemma3_text", "qwen3_moe", "qwen3_5_text"})
 )
-def test_steps_of_generation_run_the_models_own_layers(model_type: str) -> None:
+def test_steps_of_generation_run_the_models_own_layers(model_type: str, run: list[str]) -> None:
     """Their time is that of launches. The prompt runs on kernels, and so does training."""
-    model, run = apply_patch(tiny_model(model_type).eval()), []
+    model = apply_patch(tiny_model(model_type).eval())
     prompt = tiny_batch(model)["input_ids"][:1, :4]
-    with kernels_run(run), torch.no_grad():
+    run.clear()
+    with torch.no_grad():
         outputs = model(prompt, use_cache=True)
         assert {*run} >= {"run_rms_norm", "computed_together"}
         run.clear()
@@ -156,18 +151,14 @@ def test_steps_of_generation_run_the_models_own_layers(model_type: str) -> None:
         assert {*run} >= {"run_rms_norm", "computed_together"}
 
 
-def test_reentrant_checkpoints_run_the_same_norms_again() -> None:
+def test_reentrant_checkpoints_run_the_same_norms_again(run: list[str]) -> None:
     """Of a norm behind a transpose, the first dimension behind the batch counts heads."""
     config = tiny_model("gemma3_text").config
     config.num_key_value_heads = 1
-    model = Gemma3ForCausalLM(config).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    batch, run = tiny_batch(model), []
-    apply_patch(model)
-    with kernels_run(run):
-        loss = call(model, batch).loss
-        in_forward = len([name for name in run if name == "run_rms_norm"])
-        loss.backward()
-    norms = count_layers(model)["rms_norm"]
-    assert in_forward == norms
-    assert len([name for name in run if name == "run_rms_norm"]) == 2 * norms - 1  # but the last
+    model = with_checkpoints(Gemma3ForCausalLM(config).train(), True)
+    batch, norms = tiny_batch(model), count_layers(apply_patch(model))["rms_norm"]
+    run.clear()
+    loss = call(model, batch).loss
+    assert run.count("run_rms_norm") == norms
+    loss.backward()
+    assert run.count("run_rms_norm") == 2 * norms - 1  # but the last

@@ -13,22 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from liger_patch import apply_patch
 
 DOCS = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
-LLAMA_1B = LlamaConfig(
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    vocab_size=64,
-)
-QWEN_8B = Qwen3Config(
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=64,
-)
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 64}
+LLAMA_1B = LlamaConfig(hidden_size=2048, intermediate_size=8192, head_dim=64, **HEADS)
+QWEN_8B = Qwen3Config(hidden_size=4096, intermediate_size=12288, head_dim=128, **HEADS)
 
 
 def kept_bytes(config: PretrainedConfig, layers: int, tokens: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lora_models import (
 )
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from training_step import assert_right, step
+from training_step import assert_right, call, step
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.layers.lora import not_plain
@@ -145,6 +146,38 @@ def test_everything_is_taken_back_and_a_model_beside_it_left_alone(kind: str) ->
     assert {name: type(m) for name, m in model.named_modules()} == classes
     truth, ours = training_step(eager, batch), training_step(model, batch)
     assert_same_bits(ours, truth)
+
+
+STATES: dict[str, Callable[[Any], object]] = {  # without adapters, or with adapters that rest
+    "merged": lambda model: model.merge_adapter(),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "merged for good": lambda model: model.merge_and_unload(),
+}
+
+
+@of_both_kinds
+@pytest.mark.parametrize("state", STATES)
+def test_states_without_gradients(state: str, kind: str) -> None:
+    eager, model, batch = KINDS[kind]()
+    training_step(model, batch)
+    truth, ours = (call(STATES[state](each) or each, batch).loss for each in (eager, model))
+    assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
+    if state == "merged for good":
+        base = model.get_base_model()
+        assert not lora_layers(base)
+        assert count_layers(base)["lora"] == 0
+        revert_patch(base)
+
+
+@of_both_kinds
+def test_adapters_that_a_context_disables(kind: str) -> None:
+    eager, model, batch = KINDS[kind]()
+    before = training_step(model, batch)["loss"]
+    with eager.disable_adapter(), model.disable_adapter():
+        truth, ours = (call(each, batch).loss for each in (eager, model))
+    assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
+    assert not torch.equal(ours, before)  # type: ignore[arg-type]
+    assert_same(model, eager, batch)
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")

@@ -197,21 +197,20 @@ def test_what_kernels_ask_for_is_taken_without_them(name: str) -> None:
 # --- what runs ------------------------------------------------------------------------------------
 
 
-class Lengths:
-    """The batches that the layers of a class compute: (sequences, tokens)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found: list[tuple[int, int]] = []
-        for module in model.modules():
-            if "recurrent" in layers_of(module):
-                first = next(m for m in module.modules() if isinstance(m, nn.Linear))
-                first.register_forward_pre_hook(lambda _, x: self.found.append(x[0].shape[:2]))
+def batches_of(model: nn.Module) -> list[tuple[int, int]]:
+    """The batches that recurrent layers compute, as calls append them: (sequences, tokens)."""
+    found: list[tuple[int, int]] = []
+    for module in model.modules():
+        if "recurrent" in layers_of(module):
+            first = next(m for m in module.modules() if isinstance(m, nn.Linear))
+            first.register_forward_pre_hook(lambda _, x: found.append(x[0].shape[:2]))
+    return found
 
 
 def test_hooks_see_one_batch() -> None:
     """Those of ZeRO-3 gather weights: a number of calls of its own would make ranks wait."""
     model = apply_patch(make_model(), layers=["recurrent"])
-    found = Lengths(model).found
+    found = batches_of(model)
     call(model, positions_only(make_samples(40, 3, 2, 3)))
     assert found == [(4, 40)]
 
@@ -237,7 +236,7 @@ def test_single_sequences_run_the_layers_own_code(
     model = apply_patch(make_model())
     monkeypatch.setattr(recurrent, "_unpacked", None)  # an error, if it were called
     monkeypatch.setattr(recurrent, "_in_one_row", None)
-    found = Lengths(model).found
+    found = batches_of(model)
     ids = torch.arange(1, 13)[None]
     if positions is None:  # the host need not wait for the device to know
         monkeypatch.setattr(of_calls, "packed_rows", None)

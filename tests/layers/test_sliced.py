@@ -77,29 +77,24 @@ def test_models_train_as_eager(model_type: str, how: dict[str, Any], runs: list[
 @pytest.mark.parametrize("way", ["float32", "autocast", "dropout"])
 def test_adapters_train_as_at_once(way: str, reentrant: bool, runs: list[int]) -> None:
     lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
-    dropout = 0.5 if way == "dropout" else 0.0
-    dtype = torch.bfloat16 if way == "autocast" else torch.float32
+    autocast, dropout = way == "autocast", 0.5 if way == "dropout" else 0.0
+    dtype = torch.bfloat16 if autocast else torch.float32
     eager = lora_models.adapted(dtype=dtype, lora_dropout=dropout)
     batch = tiny_batch(eager.get_base_model())
     wide, at_once = copy.deepcopy(eager).double(), apply_patch(copy.deepcopy(eager))
     model = apply_patch(copy.deepcopy(eager))
     for each in (eager, model):
         with_checkpoints(each, reentrant)
-    how = {"autocast": way == "autocast"}
-    ours = lora_models.training_step(model, batch, **how)
-    expected = lora_models.training_step(at_once, batch, **how)
+    ours, expected, plain = (
+        lora_models.training_step(each, batch, autocast=autocast)
+        for each in (model, at_once, eager)
+    )
     if dropout:  # whose masks are tensors here
         assert not runs
         assert_same_bits(ours, expected)
         return
     assert len(runs) == (4 if reentrant else 2)
-    plain = lora_models.training_step(eager, batch, **how)
-    assert_right(
-        ours,
-        plain,
-        lora_models.training_step(wide, batch),
-        torch.bfloat16 if how["autocast"] else dtype,
-    )
+    assert_right(ours, plain, lora_models.training_step(wide, batch), dtype)
 
 
 def test_checkpointing_computes_as_much_as_eager() -> None:
