@@ -53,6 +53,12 @@ def test_only_the_named_layers_are_replaced(names: list[str]) -> None:
     }
 
 
+def test_every_class_with_a_rule_is_looked_at() -> None:
+    for name in attention.ATTENTIONS:
+        known = tuple(replace.ENDINGS)
+        assert name.endswith(known), f"{name} is never tried: add its ending to ENDINGS"
+
+
 @pytest.mark.parametrize(
     "layers", ["norm", b"", ["rms_norm", "rope"], 3.0, ["rms_norm", ["rotary"]], {"gated": False}]
 )
