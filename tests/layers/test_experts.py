@@ -49,7 +49,6 @@ pytestmark = [
 ]
 
 GPT = "gpt_oss"
-OTHERS = ("nemotron_h", "llama4_text")  # whose experts have no gate, or another form
 MIXTURES = [row for row in registry.available() if "experts" in row.kinds.split()]
 
 
@@ -107,16 +106,6 @@ def test_adapters_of_the_mixture_of_gemma_4(runs: Runs) -> None:
     config.moe_intermediate_size = 24
     torch.manual_seed(0)
     check_adapters(type(model)._from_config(config, experts_implementation="eager").double(), runs)
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_experts_of_another_form_keep_their_own_code(kind: str) -> None:
-    if kind not in ROWS:
-        pytest.skip("not in this Transformers")
-    model = apply_patch(tiny_model(kind))
-    assert count_layers(model)["experts"] == 0
-    with pytest.raises(ValueError, match="no experts layer"):
-        apply_patch(tiny_model(kind), layers=["experts"])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
