@@ -64,22 +64,17 @@ def test_a_second_derivative_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_queries_and_keys_see_hooks_and_functions_that_come_later(
-    monkeypatch: pytest.MonkeyPatch,
+    record: Callable[..., list[str]],
 ) -> None:
     """Hooks of their norms, and another rotary function in the attention's module."""
     from transformers.models.qwen3 import modeling_qwen3
 
     model = apply_patch(tiny_model("qwen3"), layers=True)
     batch = tiny_batch(model)
-    expected, seen, own = step(model, batch), [], modeling_qwen3.apply_rotary_pos_emb
-
-    def other(*arguments: Any) -> Any:
-        seen.append("rotary")
-        return own(*arguments)
-
+    expected = step(model, batch)
+    seen = record(modeling_qwen3, "apply_rotary_pos_emb", lambda *_, **__: "rotary")
     hooked: Any = model.model.layers[0].self_attn.k_norm
     hooked.register_forward_hook(lambda *_: seen.append("norm"))
-    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", other)
     torch.testing.assert_close(step(model, batch), expected)
     assert seen == ["norm", *["rotary"] * model.config.num_hidden_layers]
 

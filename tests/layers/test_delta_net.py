@@ -36,17 +36,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(record: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that ran, but for the probes'."""
     monkeypatch.setattr(delta_net, "_agree", lambda functions: True)
     names: list[str] = []
-
-    def counted(name: str) -> Callable[..., Tensor]:
-        own = getattr(delta_net, name)
-        return lambda *args, **options: names.append(name) or own(*args, **options)
-
     for name in ("gated_delta_rule", "causal_conv"):
-        monkeypatch.setattr(delta_net, name, counted(name))
+        record(delta_net, name, lambda *_, own=name, **__: names.append(own))
     return names
 
 
