@@ -1,4 +1,4 @@
-"""Calls of models with layers on kernels: checkpointed, with LoRA, under torch.func, and others."""
+"""Calls of models with layers on kernels: in 16 bits, checkpointed, of torch.func, and others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import ROWS, tiny_batch, tiny_model
-from training_step import call, step, with_checkpoints
+from torch import Tensor
+from training_step import call, gradients, joined, patched, step, widened, with_checkpoints
 from transformers import Gemma3ForCausalLM
 
 from liger_patch import apply_patch, patch_status
@@ -29,7 +32,7 @@ def test_torch_func_takes_the_models_own_way() -> None:
     ids = tiny_batch(model)["input_ids"]
     weights = dict(model.named_parameters())
 
-    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(weights: dict[str, Tensor]) -> Tensor:
         outputs = torch.func.functional_call(model, weights, (ids,), {"use_cache": False})
         return outputs.logits.square().mean()
 
@@ -44,7 +47,7 @@ def test_tables_of_angles_that_train_get_their_gradients() -> None:
     x = torch.randn(1, 5, model.config.hidden_size, dtype=torch.float64)
     tables = [each.requires_grad_() for each in model.model.rotary_emb(x, torch.arange(5)[None])]
 
-    def gradients_of_tables() -> tuple[torch.Tensor, ...]:
+    def gradients_of_tables() -> tuple[Tensor, ...]:
         y, _ = model.model.layers[0].self_attn(x, tuple(tables), None)
         return torch.autograd.grad(y.square().sum(), tables)
 
@@ -157,3 +160,29 @@ def test_reentrant_checkpoints_run_the_same_norms_again(run: list[str]) -> None:
     assert run.count("run_rms_norm") == norms
     loss.backward()
     assert run.count("run_rms_norm") == 2 * norms - 1  # but the last
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "qwen3", "olmo2", "phi3", "gemma3n_text", "cohere"]
+)
+@pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "autocast"]))
+def test_16_bit_weights_and_autocast_are_no_worse(kind: str, model_type: str) -> None:
+    """On three batches: the largest error of a tiny model is luck to some degree."""
+    model = tiny_model(model_type)
+    if kind == "weights":
+        model.bfloat16()
+    wide = widened(model)
+    found: list[list[Tensor]] = [[], [], []]
+    for seed in range(3):
+        batch = tiny_batch(model, seed=seed)
+        steps = [step(wide, batch)]
+        for layers in (False, True):
+            with patched(model, layers=layers):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+                    outputs = call(model, batch)
+                assert outputs.logits.dtype == torch.bfloat16
+                steps.append({"loss": outputs.loss.detach(), **gradients(model, outputs.loss)})
+        for values, each in zip(found, joined(*steps), strict=True):
+            values.extend(each.values())
+    truth, eager, ours = ({"loss and gradients": torch.cat(values)} for values in found)
+    assert_no_worse(ours, eager, truth, torch.bfloat16)

@@ -125,21 +125,14 @@ def _windows(model: Any, _: pytest.MonkeyPatch) -> None:
     model.config.layer_types = ["sliding_attention"] * 2
 
 
-def _dropout(model: Any, _: pytest.MonkeyPatch) -> None:
-    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
-
-
-def _padded_log_sum_exp(_: Any, patch: pytest.MonkeyPatch) -> None:
-    """As torch 2.6 has it."""
-    patch.setattr(unpadded, "has_lse_of_tokens", lambda: False)
-
-
 ALONE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
-    "dropout": _dropout,
+    "dropout": lambda model, _: setattr(model.model.layers[0].mlp, "drop", nn.Dropout(0.1)),
     "dropout by the configuration": lambda model, _: setattr(model.config, "resid_pdrop", 0.1),
     "noise of a router": lambda model, _: setattr(model.config, "router_jitter_noise", 0.1),
     "a window that hides tokens": _windows,
-    "a padded log-sum-exp": _padded_log_sum_exp,
+    "a padded log-sum-exp, as of torch 2.6": lambda _, patch: patch.setattr(
+        unpadded, "has_lse_of_tokens", lambda: False
+    ),
     "an attention without kernels": lambda model, _: setattr(
         model.model.layers[0].self_attn,
         "__class__",
