@@ -24,7 +24,7 @@ from transformers import LlamaConfig, masking_utils
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral import modeling_mistral
 
-from liger_patch import apply_patch, registry, revert_patch
+from liger_patch import apply_patch, revert_patch
 from liger_patch.kernels.segments import segments_of
 from liger_patch.layers import masked_attention, masks
 from liger_patch.layers.masked_attention import DeferredMask, UsedTokens
@@ -213,8 +213,7 @@ def test_the_backbone_gets_its_class_back() -> None:
 
 def test_makers_of_masks_are_found_in_functions_within_a_forward() -> None:
     """As in those of dots.llm1 in later versions of Transformers."""
-    row = next(row for row in registry.ARCHITECTURES if row.model_type == "dots1")
-    model = apply_patch(tiny_model(row), layers=["attention"])
+    model = apply_patch(tiny_model("dots1"), layers=["attention"])
     assert getattr(type(model.model), masks.DEFERS_MASKS)
 
 
