@@ -212,6 +212,9 @@ def test_hooks_see_one_batch() -> None:
     found = batches_of(model)
     call(model, positions_only(make_samples(40, 3, 2, 3)))
     assert found == [(4, 40)]
+    status = str(patch_status(model))
+    assert f"1 recurrent: {recurrent.UNPACKED}" in status
+    assert "delta_net" not in status
 
 
 def test_a_loss_function_of_a_user_gets_no_rows() -> None:
