@@ -52,7 +52,7 @@ SHOWN = (  # in docs/memory.md: a file, and the model and contender of its row
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", "liger_patch"),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
 )
-QUICK = {  # a file, and the model and contender of its row
+QUICK = (  # a file, and the model and contender of its row
     ("training_step.json", "Gemma-3-270M, 8 x 2048", "eager"),
     ("training_step.json", "Gemma-3-270M, 8 x 2048", "liger_patch, layers"),
     ("lora_step.json", "Llama-3.2-1B, 8 x 2048, QLoRA + checkpointing", "liger_patch"),
@@ -62,7 +62,7 @@ QUICK = {  # a file, and the model and contender of its row
         "liger_patch",
     ),
     ("longest_row.json", "Llama-3.1-8B, QLoRA + checkpointing", OFFLOADED),
-}
+)
 # rows of a batch, where estimate has whole ones; an option that estimate has not
 NOT_ESTIMATED = ", packed", ", padded", "LoRA with dropout"
 
@@ -146,8 +146,8 @@ def _steps() -> list[Any]:
     found: dict[Any, list[dict[str, Any]]] = {}
     for row in _rows():
         found.setdefault((row["model"], row["contender"]), []).append(row)
-    steps = [*found.values()]
-    return slow_but([rows for rows in steps if _name(rows[0]) in QUICK], steps)
+    steps = {_name(rows[0]): rows for rows in found.values()}
+    return slow_but([steps[name] for name in QUICK], [*steps.values()])
 
 
 def _name(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -155,7 +155,9 @@ def _name(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _estimated(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the peak in MiB, over the weights or with them as the row's, and the weights."""
+    """Return the peak in MiB, as the row has it (without the weights for plain steps, with them
+    for others), and the weights.
+    """
     make = FILES[row["file"]][1]
     contenders = CONTENDERS if make is _plain_step else LORA_CONTENDERS
     trace, sizes = trace_step(*make(row), contenders[row["contender"]])

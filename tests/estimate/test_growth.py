@@ -80,8 +80,8 @@ def test_growth_in_slices_is_the_trace_at_any_length(config: Any, setting: str) 
         pytest.importorskip("peft")
         if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
             pytest.skip("not estimated with Transformers 5.0")
-        # a slot keeps as much as a feed-forward layer's token: half as many tokens would run at
-        # once, were it not for norms, whose results are kept so long
+        # a slot keeps as much as a token of a feed-forward layer. So half as many tokens run at
+        # once, less the results of norms, which are kept until then
         size = SIZE - HIDDEN // 5
         sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
         config, kept = transformers.Qwen3MoeConfig(**TINY, **sizes, head_dim=16), 8 * size

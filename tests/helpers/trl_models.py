@@ -122,7 +122,7 @@ def sft_trainer(
 
 
 def prompts(column: str | None = None) -> Any:
-    """Samples with a prompt, and with those of other samples in this column."""
+    """Samples with a prompt, and with another sample's in this column."""
     samples = prompts_and_completions().select_columns(["prompt"])
     return samples if column is None else samples.add_column(column, _shuffled(samples, "prompt"))
 

@@ -42,7 +42,8 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(model_type: str, folder: Path) -> Checkpoint:
     """Save a tiny model in bf16."""
     config = tiny_model(model_type).config
-    # of other inputs bitsandbytes 0.50 takes the scales of other blocks, on CPUs with AVX-512
+    # on CPUs with AVX-512, bitsandbytes 0.50 takes the scales of wrong blocks for a layer whose
+    # inputs are no multiple of 64
     config.hidden_size, config.intermediate_size = 64, 128
     config.head_dim = 64 // config.num_attention_heads
     torch.manual_seed(0)
@@ -230,4 +231,5 @@ def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path:
     with Float64():
         truth = train(dequantized(make()))
     ours, eager, truth = ({"losses": e[:, 0], "norms": e[:, 1]} for e in (ours, eager, truth))
-    assert_no_worse(ours, eager, truth, torch.bfloat16, eps=4)  # two numbers each
+    # eager's two may be exact by luck
+    assert_no_worse(ours, eager, truth, torch.bfloat16, eps=4)

@@ -40,7 +40,9 @@ pytestmark = MARKS
     ids=["any number of supervised tokens", "any number of tokens"],
 )
 @pytest.mark.parametrize("loss", MANY)
-def test_one_graph_serves(loss: Loss, dynamic: bool | None, tokens: Any, ignored: Any) -> None:
+def test_one_graph_serves_every_call(
+    loss: Loss, dynamic: bool | None, tokens: Any, ignored: Any
+) -> None:
     graphs = Graphs("aot_eager")
     compiled = torch.compile(loss, backend=graphs, fullgraph=True, dynamic=dynamic)
     counts = []

@@ -113,7 +113,9 @@ def test_a_state_is_left_to_transformers(calls: list[str]) -> None:
     assert torch.equal(state, final)
     ours(q, k, v, g=g, beta=beta, initial_state=final)
     assert not calls
-    torch.testing.assert_close(ours(2 * q, k, v, g=g, beta=beta)[0], 2 * expected)  # not of norm 1
+    torch.testing.assert_close(
+        ours(2 * q, k, v, g=g, beta=beta)[0], 2 * expected
+    )  # q keeps its norm
     assert calls
 
 

@@ -160,6 +160,16 @@ def test_what_hangs_on_a_projection_or_the_activation_runs(
     assert_same_step(ours, truth)
 
 
+def test_an_activation_whose_forward_was_replaced_since_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ran = apply_patch(tiny_model(), layers=True), []
+    activation = type(model.model.layers[0].mlp.act_fn)
+    monkeypatch.setattr(activation, "forward", lambda self, x: ran.append(1) or x)
+    model(**tiny_batch(model))
+    assert len(ran) == model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize(("projection", "functions"), [("q_proj", 2), ("up_proj", 0)])
 def test_adapters_elsewhere_leave_a_layer_one_function(
     projection: str, functions: int, calls: list[Any]

@@ -51,7 +51,7 @@ pytestmark = MARKS
 def test_the_named_layers_are_on_kernels(
     layers: Any, on_kernels: bool, comes_first: str, calls: Calls
 ) -> None:
-    """Whichever comes first, and whatever names came before. Those of "gated" are not LoRA's."""
+    """Whichever comes first, and whatever names came before. ["gated"] leaves LoRA layers alone."""
     eager = adapted(base=tiny_model().double())
     if comes_first == "patch":
         model = adapted(base=apply_patch(tiny_model().double(), layers=layers))

@@ -111,6 +111,13 @@ def test_a_norm_whose_weight_is_no_parameter_has_a_kernel() -> None:
     assert last.weight is weight
 
 
+def test_norms_without_a_weight_are_replaced_too() -> None:
+    model = tiny_model("gemma3n_text")
+    norms = [m for m in model.modules() if type(m).__name__ == "Gemma3nRMSNorm"]
+    assert not all(m.with_scale for m in norms)
+    assert count_layers(apply_patch(model, layers=True))["rms_norm"] == len(norms)
+
+
 SIZE, GROUP = 32, 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "BambaRMSNormGated": {"group_size": GROUP},

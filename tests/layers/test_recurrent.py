@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import pickle
 import sys
 import types
 import warnings
@@ -215,6 +216,14 @@ def test_hooks_see_one_batch() -> None:
     status = str(patch_status(model))
     assert f"1 recurrent: {recurrent.UNPACKED}" in status
     assert "delta_net" not in status
+
+
+def test_a_copy_keeps_sequences_apart() -> None:
+    model, samples = make_model(), make_samples(*LENGTHS)
+    truth = truth_of(model, samples)
+    apply_patch(model, layers=["recurrent"])
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(step(other, positions_only(samples)), truth)
 
 
 def test_a_loss_function_of_a_user_gets_no_rows() -> None:

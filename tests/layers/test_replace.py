@@ -246,12 +246,20 @@ def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
 @pytest.mark.parametrize("layers", [True, ["rms_norm", "attention", "gated"]], ids=str)
 @pytest.mark.parametrize("kind", ["Model", "RMSNorm", "Attention", "MLP"])
 def test_a_forward_that_is_replaced_since_runs(
-    kind: str, layers: Any, record: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, eager = apply_patch(tiny_model(), layers=layers), tiny_model()
     batch, before = tiny_batch(model), layers_of(model)
     model(**batch)
-    calls = record(getattr(transformers.models.llama.modeling_llama, f"Llama{kind}"), "forward")
+    owner: Any = getattr(transformers.models.llama.modeling_llama, f"Llama{kind}")
+    own, calls = owner.forward, []
+
+    @functools.wraps(own)  # as decorators do: it has Transformers' name then
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(owner, "forward", counted)
     for _ in range(2):
         eager(**batch)
         expected = len(calls)
@@ -298,7 +306,6 @@ def test_a_copy_has_layers_of_its_own(model_type: str, way: str) -> None:
         ("llama", 5, 2, 2, 2),
         ("gemma2", 9, 2, 2, 2),
         ("gemma3_text", 13, 2, 2, 2),
-        ("gemma3n_text", 38, 4, 4, 4),  # some norms have no weight
         ("qwen3", 9, 2, 2, 2),
         ("mixtral", 5, 2, 2, 0),  # all its feed-forward layers are experts
         ("phi3", 5, 2, 2, 2),

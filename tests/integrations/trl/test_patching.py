@@ -297,7 +297,7 @@ def test_strict_wants_a_row() -> None:
         apply_trl_patch(nn.Linear(2, 2))
 
 
-def test_patching_twice_replaces_the_options_and_is_reverted_at_once() -> None:
+def test_patching_twice_replaces_the_options_and_one_revert_undoes_both() -> None:
     model = with_head(tiny_model("gemma2"), temperature=0.7)
     batch = tiny_batch(model)
     before = vars(model)["forward"]

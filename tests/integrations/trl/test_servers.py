@@ -27,7 +27,7 @@ WORDS = (8, 120)
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What stand-ins have no use for."""
+    """For methods that these tests do not need."""
 
 
 class Server:
