@@ -68,28 +68,37 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 LORA = {"lora_rank": 4, "autocast": torch.bfloat16}
-SETTINGS = {"full": {}, "LoRA": LORA, "QLoRA": {**LORA, "bits": 4}, "LoRA on experts": LORA}
+SETTINGS = {"full": {}, "LoRA": LORA, "QLoRA": {**LORA, "bits": 4}}
 
 
-@PEFTS_WARNINGS
-@pytest.mark.parametrize("setting", slow_but(["QLoRA", "LoRA on experts"], [*SETTINGS]))
-@pytest.mark.usefixtures("slices")
-def test_growth_in_slices_is_the_trace_at_any_length(config: Any, setting: str) -> None:
-    kept = SIZE  # of a token, by a feed-forward layer that runs at once
-    if "experts" in setting:
-        pytest.importorskip("peft")
-        if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
-            pytest.skip("not estimated with Transformers 5.0")
-        # a slot keeps as much as a token of a feed-forward layer. So half as many tokens run at
-        # once, less the results of norms, which are kept until then
-        size = SIZE - HIDDEN // 5
-        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
-        config, kept = transformers.Qwen3MoeConfig(**TINY, **sizes, head_dim=16), 8 * size
-    step = replace(STEP, checkpointing=True, chunk_mib=1, **SETTINGS[setting])
+def assert_grows_in_slices(config: Any, setting: dict[str, Any], kept: int) -> None:
+    """``kept``: of a token, by a feed-forward layer that runs at once; in elements."""
+    step = replace(STEP, checkpointing=True, chunk_mib=1, **setting)
     assert estimates.longest_unsliced(config, step, OURS) == 1024
     growth = assert_is_the_trace(config, step, OURS, 1025, 8192, 40000, shortest=1025)
     longer = assert_is_the_trace(config, step, replace(OURS, slices=False))
     assert growth.peak(8192) < longer.peak(8192) - 8192 * 2 * kept
+
+
+@pytest.mark.parametrize("setting", slow_but(["QLoRA"], [*SETTINGS]))
+@pytest.mark.usefixtures("slices")
+def test_growth_in_slices_is_the_trace_at_any_length(config: LlamaConfig, setting: str) -> None:
+    assert_grows_in_slices(config, SETTINGS[setting], SIZE)
+
+
+@PEFTS_WARNINGS
+@pytest.mark.usefixtures("slices")
+def test_growth_of_experts_in_slices() -> None:
+    """A slot keeps as much as a token of a feed-forward layer. So half as many tokens run at once,
+    less the results of norms, which are kept until then.
+    """
+    pytest.importorskip("peft")
+    if transformers.__version__.startswith("5.0."):  # looks for the experts that have tokens
+        pytest.skip("not estimated with Transformers 5.0")
+    size = SIZE - HIDDEN // 5
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": size}
+    config = transformers.Qwen3MoeConfig(**TINY, **sizes, head_dim=16)
+    assert_grows_in_slices(config, LORA, 8 * size)
 
 
 @pytest.mark.usefixtures("slices")
