@@ -70,9 +70,11 @@ def command_line(name: str, options: argparse.Namespace) -> str:
 
 
 def in_json(report: dict) -> str:
-    """Return the report as JSON, with each list of numbers on one line."""
+    """Return the report as JSON, with each row, and each list of numbers, on one line."""
     text = json.dumps(report, indent=1)
-    return re.sub(r"\[[^][{}\"]+\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+    for flat in (r"\[[^][{}\"]+\]", r"\{[^{}]*\}"):
+        text = re.sub(flat, lambda found: re.sub(r"\n *", " ", found[0]), text)
+    return f"{text}\n"
 
 
 def _version(package: str) -> str | None:

@@ -76,7 +76,10 @@ def test_the_report_is_written_after_every_case(a_gpu, tmp_path: Path):
         return ROWS
 
     assert run("tiny", benchmark_of(lambda: ROWS, second, finish=lambda report: 7), options) == 7
-    report = json.loads(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    lines = [line.rstrip(",") for line in text.splitlines() if '"case"' in line]
+    assert [json.loads(line) for line in lines] == ROWS * 2  # a row is a line
+    report = json.loads(text)
     assert report["rows"] == ROWS * 2
     assert report["command"] == "python -m benchmarks tiny --rounds 3"
     assert report["gpu"] == "a GPU"
