@@ -38,7 +38,9 @@ class Update(Model):
 
     def build(self, device: torch.device | str = "cuda") -> Any:
         model = super().build(device)
-        if self.lora_rank is not None:
+        # the reference of DPO is TRL's copy of the adapters, which rounds otherwise in 16 bits: a
+        # loss of differences would show that; while lora_B is zero, both have the same numbers
+        if self.lora_rank is not None and self.trainer != "DPO":
             fill_adapters(model)
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
