@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import prune
 from training_step import call, patched, step, widened
 from transformers import PreTrainedModel
-from unusual_heads import CastOutput, H, packed, sharded
+from unusual_heads import CastOutput, H, packed, sharded, two_layers
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
@@ -97,6 +97,7 @@ FALL_BACK: dict[str, tuple[Callable[[nn.Linear], Head | None], tuple[str, ...]]]
     "cast": (CastOutput, ()),
     "sharded": (sharded, ("weight of type Sharded", "logits of type Sharded")),
     "packed": (packed, (") computes its logits itself",)),
+    "two layers": (two_layers, (") computes its logits itself",)),
     "relu": (of_class(Rectified), ("reads its logits itself, by relu before the loss",)),
     "hook that reads": (hook(lambda logits: logits + logits.softmax(-1)), (READ,)),
     "hook that writes": (hook(written_to), (READ,)),
@@ -126,6 +127,17 @@ class RoundsInput(nn.Linear):
         return super().forward(input + (input.mul(8).round().div(8) - input).detach())
 
 
+class OnlyWeight(nn.Module):
+    """Without the numbers of features that ``nn.Linear`` has."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = head.weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_states, self.weight)
+
+
 def pruned(head: nn.Linear) -> None:
     prune.l1_unstructured(head, "weight", amount=0.3)
 
@@ -139,6 +151,7 @@ def dropout_in_a_hook(head: nn.Linear) -> None:
     "change",
     [
         of_class(RoundsInput),
+        OnlyWeight,
         nn.utils.weight_norm,
         pruned,
         dropout_in_a_hook,
