@@ -53,29 +53,15 @@ def distillation_table(report: dict) -> str:
 
 
 def steps_table(report: dict) -> str:
-    note = (
-        ": forward and backward, random weights, 40 % of the labels ignored, no checkpointing; "
-        "memory over the weights, gradients included."
-    )
-    return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), note)
+    return document(report, cells_of("training step, ms / GiB", report["steps"], model_of), ".")
 
 
 def rl_steps_table(report: dict) -> str:
-    note = (
-        ": loss, metrics and backward pass of TRL's trainer, reference included, no generation; "
-        "adapters of rank 16 on all linear layers but the head, log-normal lengths around these "
-        "numbers of tokens; memory over the weights. padded: our flag, with the padding left in."
-    )
-    rows, heading = report["rl_steps"], "update, ms / GiB"
+    rows, heading, note = report["rl_steps"], "update, ms / GiB", "."
     if any("tokens" in row for row in rows):
         heading += " / tokens"
-        note += " prompts repeated: without the padding, but with a prompt for each completion."
-    trls = sorted({row["trl"] for row in rows if "trl" in row})
-    if trls:
-        note += (
-            f" Unsloth: a process of its own, with TRL {' and '.join(trls)}, adapters in float32 "
-            "under autocast, its own checkpointing."
-        )
+    if trls := sorted({row["trl"] for row in rows if "trl" in row}):
+        note += f" Unsloth with TRL {' and '.join(trls)}."
     return document(report, cells_of(heading, rows, model_of, _with_tokens), note)
 
 
@@ -89,13 +75,9 @@ def lora_steps_table(report: dict) -> str:
     cells, ratio_of = cells_of("training step, ms / GiB", rows, model_of), ratios(rows)
     cells = [[*line, ratio_of.get(line[0], "")] for line in cells]
     cells[0][-1] = RATIO
-    note = (
-        ": forward and backward under autocast, random weights, 40 % of the labels ignored, "
-        "adapters of rank 16 in float32 on all linear layers but the head; one process a "
-        "contender, memory with the weights. The longest first step, kernels compiled: "
-        f"{first_steps(rows)}."
+    return document(
+        report, cells, f". The longest first step, kernels compiled: {first_steps(rows)}."
     )
-    return document(report, cells, note)
 
 
 def lora_summary(report: dict) -> str:
@@ -136,17 +118,7 @@ def soak_table(report: dict) -> str:
         held_out, apart = f"{row['held_out'][-1]:.4f}", f"{curve_difference(row, eager):.4f}"
         name = f"{row['model']}, {row['steps']:,} steps: {row['contender']}"
         cells.append([name, held_out, apart, f"{row['growth_mib']:.2f}"])
-    note = ": adapters on a small model, in bf16. "
-    if any(row["model"] == "Trainer" for row in report["soaks"]):
-        note += (
-            "Trainer: two batches a step, two adapters in turns, evaluation with metrics, "
-            "checkpoints, a new model that resumes in the middle. "
-        )
-    note += (
-        "rounded: first weights moved by half an eps of bfloat16 at most. Losses are means of 10 "
-        "steps; growth is of the memory that is allocated behind a step, from step 100 on."
-    )
-    return document(report, cells, note)
+    return document(report, cells, ".")
 
 
 def convergence_table(report: dict) -> str:
