@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import row_search
 from benchmarks.longest_row import summary
-from benchmarks.lora_contenders import Request, Setting, is_measured, rows
+from benchmarks.lora_contenders import REENTRANT, Request, Setting, is_measured, rows
 from benchmarks.lora_step import CHECKPOINTED, SETTINGS
 from benchmarks.models import Model
-from benchmarks.names import FP8, LOWER_BOUND
+from benchmarks.names import FP8, LOWER_BOUND, OURS
 from benchmarks.row_search import Limits, Search
 from benchmarks.sft_step import tiny_tokenizer
 
@@ -74,6 +74,14 @@ def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
     assert ours["loss"] == pytest.approx(eager["loss"], rel=0.02)
     assert ours["loss"] != eager["loss"]
     assert not is_measured(FP8, SETTINGS[1])  # QLoRA
+
+
+def test_reentrant_checkpoints_are_another_contender(request_of: Callable[..., Request]):
+    """They train the same adapters, of the first layer too."""
+    found = [row for name in (OURS, REENTRANT) for row in rows(request_of(name, CHECKPOINTED[0]))]
+    assert [row["contender"] for row in found] == [OURS, REENTRANT]
+    assert found[0]["gradient_norm"] == pytest.approx(found[1]["gradient_norm"], rel=1e-6)
+    assert not is_measured(REENTRANT, SETTINGS[0])  # without checkpoints
 
 
 LIMITS = Limits((1.0, 2.0), step=8, most=96, timed=(16,), whole=8, rounds=1)
