@@ -143,7 +143,8 @@ class ForwardPass:
         if is_transformers_loss and changed:
             raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
         if self.unfused == LOGITS_ASKED and not changed:
-            # Transformers' mean of no supervised token is nan
+            # in training, Transformers' mean of no supervised token would be nan
+            is_transformers_loss |= not torch.is_grad_enabled()
             is_transformers_loss |= bool((flat != ignore_index).any())  # the host reads the labels
         if is_transformers_loss:
             why = self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
@@ -162,9 +163,10 @@ class ForwardPass:
             token_weight = self.loss_weights(given, ignore_index, shifted=shifted)
             token_weight = token_weight.to(logits.device).reshape(-1)
         reduction = "mean" if num_items_in_batch is not None else settings.reduction
-        return self._loss(
+        flat = flat.to(logits.device)
+        loss = self._loss(
             logits,
-            flat.to(logits.device),
+            flat,
             vocab_size,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -173,6 +175,9 @@ class ForwardPass:
             z_loss=settings.z_loss,
             token_weight=token_weight,
         )
+        if reduction != "mean":
+            return loss
+        return _of_evaluation(loss, flat, ignore_index, num_items_in_batch)
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         decision = self.decide(logits, labels, vocab_size, **options)
@@ -254,6 +259,8 @@ class ForwardPass:
             self.done = True
             self.record.note(None)
         loss = self._fused_loss(input, product, target, reduction=reduction, **options)
+        if reduction == "mean":
+            loss = _of_evaluation(loss, target, ignore_index)
         # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -266,3 +273,16 @@ class ForwardPass:
             loss = fused_loss(product, labels, chunk_mib=self.record.chunk_mib, **options)
         prepare_backward(loss, logits)
         return logits.result(loss)
+
+
+def _of_evaluation(
+    loss: Tensor, labels: Tensor, ignore_index: int, items: Tensor | int | None = None
+) -> Tensor:
+    """Return a mean over supervised tokens, or over so many items. Without gradients that of none
+    is nan, as PyTorch's: Trainer leaves such a batch out of its ``eval_loss``. In training it stays
+    0, which harms no weight.
+    """
+    if torch.is_grad_enabled() or type(loss) is not Tensor:
+        return loss
+    is_some = (labels != ignore_index).any() if items is None else torch.as_tensor(items != 0)
+    return torch.where(is_some.to(loss.device), loss, torch.nan)

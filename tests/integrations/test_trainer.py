@@ -4,6 +4,7 @@ of a trainer's own read its logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from training_step import assert_fused, assert_right, widened
 from transformers import Trainer, TrainingArguments
 
 from liger_patch import apply_patch, patch_status
+from liger_patch.patch.flags import RETURN_LOGITS
 
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
 
@@ -165,8 +167,24 @@ def test_steps_without_a_label_leave_the_weights_alone(bf16: bool, tmp_path: Pat
     trainer.train()
     assert_fused(model)
     assert losses(trainer) == [0.0, 0.0, 0.0]
-    assert trainer.evaluate()["eval_loss"] == 0.0
+    assert math.isnan(trainer.evaluate()["eval_loss"])  # as eager's
     assert_same_bits(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("unfused", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_evaluation_leaves_out_batches_without_a_label(
+    model_type: str, unfused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Trainer does, from Transformers 5.1x on, because their loss is nan."""
+    found = []
+    for patch, model in enumerate(eager_and_patched(model_type)):
+        monkeypatch.setenv(RETURN_LOGITS, str(int(patch and unfused)))
+        samples = make_samples(model, 4)
+        samples = [*samples[:1], *without_labels(samples[1:])]
+        trainer = make_trainer(model, tmp_path, samples=samples, per_device_eval_batch_size=1)
+        found.append(trainer.evaluate()["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

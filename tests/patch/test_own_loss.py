@@ -66,6 +66,16 @@ def test_a_loss_that_the_model_computes_itself_is_fused(own_loss: Any, smoothing
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
+@pytest.mark.filterwarnings(f"ignore:{NOTICE}:UserWarning")
+def test_a_mean_of_no_label_is_eagers_nan_in_evaluation_alone(own_loss: Any) -> None:
+    batch = tiny_batch(own_loss)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with patched(own_loss):
+        assert call(own_loss, batch).loss == 0.0
+        with torch.no_grad():
+            assert call(own_loss, batch).loss.isnan()
+
+
 def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
     own_loss: Any,
 ) -> None:
