@@ -143,7 +143,7 @@ def _layer_notes(model: PreTrainedModel, record: PatchRecord) -> Iterator[str]:
     held = [each for each in model.modules() if isinstance(each, Fp8Linear)]
     if held:  # results are not as exact as eager's
         rounded = "weights"
-        if fp8.has_fp8(held[0].qweight.device):
+        if fp8.has_fp8(held[0].numbers.device):
             rounded += ", and in bf16 activations and gradients, a row at a time"
         yield f"{len(held)} linear in FP8, which rounds {rounded}"
     if (ranks := model.tp_size or 1) > 1:

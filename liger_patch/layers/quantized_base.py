@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 FP8 = "fp8"
 QUANT_TYPES = (FP8,)
-ROUTERS = ("gate", "router")  # names of layers that choose experts: small, and sensitive
+ROUTERS = {"gate", "router"}  # names of what chooses experts: small, and sensitive
+READ = ("x_proj", "dt_proj", "out_proj")  # of Mamba's mixers, whose code reads these weights
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -63,31 +64,43 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class _Held(Tensor):
-    """The weight of an ``Fp8Linear`` as PEFT reads it: shape and device. Operations are errors:
-    they would take bytes for numbers.
+    """The weight of an ``Fp8Linear`` as PEFT and models read it: shape, device, and the dtype that
+    it had. It has no numbers: operations are errors.
     """
 
+    @staticmethod
+    def __new__(cls, numbers: Tensor, dtype: torch.dtype) -> _Held:
+        make: Any = Tensor._make_wrapper_subclass
+        return make(cls, numbers.shape, dtype=dtype, device=numbers.device)
+
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func.__name__ == "__get__" and func != Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
-            return super().__torch_function__(func, types, args, kwargs)
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(
-            "weight is held in FP8 by quantize_base: adapters are not merged into it, and none are "
-            "made that begin with it (DoRA, PiSSA). Load the model in 16 bits for that"
+            "weight is held in FP8 by quantize_base, and its numbers are read: adapters are not "
+            "merged into it, none are made that begin with it (DoRA, PiSSA), and a model whose "
+            "code reads it cannot be held. Load the model in 16 bits for that"
         )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"weight of shape {tuple(self.shape)}, {self.dtype}, held in FP8"
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose weight is held in FP8: ``qweight`` (O, H) are the bytes of its numbers,
-    ``scales`` (O,) the bits of float32.
+    """A linear layer whose weight is held in FP8: ``numbers`` (O, H) are their bytes, ``scales``
+    (O,) the bits of float32.
     """
 
-    qweight: Tensor
+    numbers: Tensor  # not "qweight": PEFT would return that as the weight
     scales: Tensor
+    held_dtype: torch.dtype  # of the weight before: models cast their activations to it
 
     def held(self, dtype: torch.dtype) -> Fp8Weight:
         """Return the weight for products in a dtype."""
-        return Fp8Weight(self.qweight, self.scales, dtype)
+        return Fp8Weight(self.numbers, self.scales, dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.held_dtype = fn(torch.empty(0, dtype=self.held_dtype)).dtype  # of a cast model
+        return super()._apply(fn, recurse)
 
     @runs_eagerly
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +111,7 @@ class Fp8Linear(nn.Linear):
     @property
     def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return what others may know of the weight."""
-        return self.qweight.detach().as_subclass(_Held)
+        return _Held(self.numbers, self.held_dtype)
 
 
 def quantize_base(
@@ -152,7 +165,9 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
         is_adapted = path.endswith(".base_layer")
         if type(module) is not nn.Linear or "forward" in vars(module):
             continue
-        if module in of_head or name in ROUTERS:
+        if module in of_head or not ROUTERS.isdisjoint((*parents, name)):
+            continue
+        if name in READ and hasattr(model.get_submodule(".".join(parents)), "ssm_state_size"):
             continue
         if not (is_adapted or module in of_decoder) or any(p.startswith("lora_") for p in parents):
             continue
@@ -166,7 +181,8 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
 def _hold(layer: Any, device: torch.device | str | None) -> None:
     weight = layer._parameters.pop("weight").detach()
     numbers, scales = fp8.quantized((weight if device is None else weight.to(device),))
-    layer.qweight = nn.Parameter(numbers.view(torch.uint8), requires_grad=False)
+    layer.held_dtype = weight.dtype
+    layer.numbers = nn.Parameter(numbers.view(torch.uint8), requires_grad=False)
     layer.register_buffer("scales", scales.view(-1).view(torch.int32))
     if layer.bias is not None:
         layer.bias.data = layer.bias.data.to(numbers.device)
@@ -187,4 +203,4 @@ def read(layer: Any, dtype: torch.dtype) -> Fp8Weight:
 
 def stamp(layer: nn.Module) -> tuple[int, int]:
     """Return what tells whether the layer holds other tensors."""
-    return id(layer._parameters.get("qweight")), id(layer._buffers["scales"])
+    return id(layer._parameters.get("numbers")), id(layer._buffers["scales"])

@@ -14,7 +14,16 @@ from dequantized_steps import assert_close, check_checkpoints, check_evaluation,
 from exactness import assert_no_worse
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    JambaConfig,
+    JambaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from liger_patch import apply_patch, patch_status, quantize_base, revert_patch
 from liger_patch.kernels import fp8
@@ -136,7 +145,7 @@ def test_memory_is_a_byte_a_number_and_four_a_row() -> None:
 def test_which_layers_are_held() -> None:
     config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=16, mlp_only_layers=[1])
     model: Any = Qwen3MoeForCausalLM(config)
-    model.model.layers[0].mlp.router = nn.Linear(32, 16)
+    model.model.layers[0].mlp.router = nn.Sequential(nn.Linear(32, 16))
     model.model.layers[0].mlp.odd = nn.Linear(32, 24)
     names = held(quantize_base(adapted(model, target_modules=["q_proj", "o_proj", "lm_head"])))
     short = sorted(name.removeprefix("base_model.model.model.layers.") for name in names)
@@ -148,6 +157,45 @@ def test_which_layers_are_held() -> None:
     ]
     mlp = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
     assert short == [*(f"0.{n}" for n in attention), *(f"1.{n}" for n in (*mlp, *attention))]
+
+
+def t5() -> Any:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, vocab_size=96, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)
+
+
+def jamba() -> Any:
+    sizes = {"num_experts": 1, "expert_layer_offset": 8, "expert_layer_period": 9}
+    mixers = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 16}
+    return JambaForCausalLM(JambaConfig(**SIZES, **sizes, **mixers, use_mamba_kernels=False))
+
+
+@pytest.mark.parametrize("make", [t5, jamba])
+def test_code_that_reads_a_weight_runs(make: Callable[[], Any]) -> None:
+    """T5 casts to the dtype of a weight, and mixers of Mamba multiply by theirs."""
+    torch.manual_seed(0)
+    model = adapted(make(), target_modules=["q", "q_proj"])
+    quantized = quantize_base(copy.deepcopy(model))
+    assert_close(step(quantized), step(dequantized(model, quantized)))
+
+
+def test_the_weight_tells_dtype_and_shape_alone() -> None:
+    layer: Any = quantize_base(adapted(base(torch.bfloat16))).base_model.model.model.layers[0]
+    for each in (layer.self_attn.q_proj, layer.self_attn.q_proj.base_layer):
+        weight = each.weight  # PEFT's property of an adapted layer returns the base's
+        assert (weight.shape, weight.dtype) == ((64, 32), torch.bfloat16)
+        with pytest.raises(RuntimeError, match="weight is held in FP8 by quantize_base"):
+            weight.float()
+    assert layer.half().self_attn.q_proj.weight.dtype == torch.float16
+
+
+def test_a_result_can_be_written_to() -> None:
+    layer: Any = quantize_base(base()).model.layers[0].self_attn.q_proj  # it has a bias
+    x = torch.randn(2, 3, 32, requires_grad=True)
+    layer(x).add_(1.0).sum().backward()
+    assert x.grad is not None
 
 
 def test_layers_that_train_are_left() -> None:
@@ -230,9 +278,9 @@ def test_a_moved_model_reads_its_new_tensors() -> None:
     other = apply_patch(quantize_base(adapted(base())), layers=["lora", "gated"])
     for layer in held(other).values():
         layer.scales = (layer.held(torch.float32).scales * 2).view(torch.int32)
-        layer.qweight = nn.Parameter(layer.qweight.flip(1), requires_grad=False)
+        layer.numbers = nn.Parameter(layer.numbers.flip(1), requires_grad=False)
     for layer, changed in zip(held(model).values(), held(other).values(), strict=True):
-        layer.qweight.data = changed.qweight.data
+        layer.numbers.data = changed.numbers.data
         layer.scales = changed.scales
     assert_close(step(model), step(other))
 
