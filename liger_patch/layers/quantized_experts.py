@@ -87,6 +87,16 @@ class BitsandbytesRows(nn.Module):
             raise RuntimeError("experts in 4 bits cannot be read: they were packed or sharded anew")
         return weight.dequantized().to(dtype)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *how: Any) -> None:
+        # bitsandbytes saves scales beside a weight, and leaves loading them to others
+        name, device = f"{prefix}layer.weight", self.layer.weight.device
+        scales = [each for each in state_dict if each.startswith(f"{name}.")]
+        if name in state_dict and scales:
+            parts = {each.removeprefix(f"{name}."): state_dict.pop(each) for each in scales}
+            made: Any = type(self.layer.weight)
+            self.layer.weight = made.from_prequantized(state_dict[name], parts, device=device)
+        super()._load_from_state_dict(state_dict, prefix, *how)
+
 
 class Mxfp4Rows(nn.Module):
     """The rows of all experts' weights (E, out, in) in MXFP4."""

@@ -161,6 +161,16 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
     assert_close(step(quantize_experts(loaded, "cpu")), step(trained))
 
 
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_a_state_is_loaded_onto_other_weights(how: dict[str, Any]) -> None:
+    model = quantize_experts(adapted(mixture("qwen3_moe")), "cpu", **how)
+    other = adapted(mixture("qwen3_moe"))
+    for each in other.parameters():
+        each.data.mul_(3.0)
+    quantize_experts(other, "cpu", **how).load_state_dict(model.state_dict())
+    assert_close(step(other), step(model))
+
+
 def test_what_needs_the_weights_is_an_error() -> None:
     """Merging would write to a copy, and say nothing."""
     model = quantize_experts(adapted(mixture("qwen3_moe")), "cpu")
