@@ -14,6 +14,9 @@ from slow_cases import pairwise
 from three_ways import LOW_DTYPES
 from torch import Tensor
 
+from liger_patch.kernels.gated_mlp import run_gated_mlp
+from liger_patch.kernels.lora.projection import without_adapter
+
 HIDDEN = 24
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 5, HIDDEN), "none": (0, HIDDEN)}
 SLICES = (None, 1, 4, 100)  # of so many tokens
@@ -64,6 +67,14 @@ def test_gated_mlp_of_one_product(dtype, device):
         return mlp(x, *both.chunk(2), down)
 
     check(ours, plain, inputs | {"both": both})
+
+
+def test_a_result_with_a_bias_can_be_written_to(device):
+    inputs = trainable(mlp_tensors(SHAPES["batch"], device, torch.float64))
+    parts = [without_adapter(inputs[name]) for name in ("gate", "up", "down")]
+    parts = [part._replace(bias=part.weight[:, 0]) for part in parts]
+    run_gated_mlp(inputs["x"], *parts, torch.float64, "silu", None).add_(1.0).sum().backward()
+    assert all(each.grad is not None for each in inputs.values())
 
 
 def test_the_activation_is_not_kept(device):

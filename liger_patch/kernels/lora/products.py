@@ -86,17 +86,18 @@ def products(
             fp8.scaled_product(x8, weight.numbers, weight.scales, bias, rows)
             if thin is not None:  # a product in FP8 cannot add
                 rows.addmm_(thin, part.b.t(), alpha=part.scaling)
-        elif thin is None:
-            y = linear(x.view(*leading, x.shape[1]), weight.to(x.dtype), bias)
-        else:
-            # what the adapter gives first: the base's product adds to it as it writes, and no pass
-            # over y is needed for the sum
-            b = part.b.t()
-            y = x.new_empty(*leading, b.shape[1])
-            rows = y.view(len(x), b.shape[1])
+        elif thin is None and bias is None:
+            y = linear(x.view(*leading, x.shape[1]), weight.to(x.dtype))
+        else:  # no view, as ``linear`` with a bias would be: autograd lets none be written to
+            y = x.new_empty(*leading, weight.shape[0])
+            rows = y.view(len(x), weight.shape[0])
             first, beta = (rows, 0.0) if bias is None else (bias, 1.0)
-            torch.addmm(first, thin, b, beta=beta, alpha=part.scaling, out=rows)
-            torch.addmm(rows, x, weight.to(x.dtype).t(), out=rows)
+            if thin is not None:
+                # what the adapter gives first: the base's product adds to it as it writes, and no
+                # pass over y is needed for the sum
+                torch.addmm(first, thin, part.b.t(), beta=beta, alpha=part.scaling, out=rows)
+                first = rows
+            torch.addmm(first, x, weight.to(x.dtype).t(), out=rows)
         ys.append(y)
     return ys
 
