@@ -297,6 +297,7 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
             return no_stamp
         weight, bias = base._parameters.get("weight"), base._parameters["bias"]
         of_a, of_b = a._parameters["weight"], b._parameters["weight"]
+        has_no_bias = a._parameters["bias"] is b._parameters["bias"] is None
         switches = (
             own["_disable_adapters"],
             bool(own["merged_adapters"]),
@@ -317,7 +318,7 @@ def _stamp(layer: Any) -> tuple[tuple | None, tuple]:
         *(name, scaling, own.get("fan_in_fan_out"), *switches, *of_base),
         *(type(bias), getattr(bias, "dtype", None), type(base), type(a), type(b), type(dropout)),
         *(type(of_a), of_a.dtype, type(of_b), of_b.dtype, vars(dropout).get("p"), dropout.training),
-        a._parameters["bias"] is b._parameters["bias"] is None,
+        has_no_bias,
     )
     return stamp, (weight, bias, of_a, of_b)
 

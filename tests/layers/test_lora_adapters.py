@@ -181,6 +181,10 @@ CASES = {
     "parametrization of A": at("q_proj", parametrized, "another class"),
     "class of a base": at("q_proj", of_another_class, "the base is a Doubled"),
 }
+if hasattr(peft.tuners.lora.config, "BdLoraConfig"):  # from PEFT 0.19 on
+    blocks = peft.tuners.lora.config.BdLoraConfig(["o_proj"], ["q_proj"], 2, match_strict=False)
+    how = {"r": 4, "use_bdlora": blocks}
+    CASES["matrices of blocks"] = Case(lambda _: None, "BdLoraLinearVariant", ALL, how)
 
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # of a base without one
