@@ -350,7 +350,7 @@ def _checked_top_k(
             f"teacher_indices must be in [0, {vocab_size}), got {wrong[0].item()} "
             f"({len(wrong)} outside)"
         )
-    return log_probs.detach(), indices
+    return _plain(log_probs), _plain(indices)
 
 
 @contextmanager

@@ -87,6 +87,17 @@ def test_all_classes_are_the_whole_divergence():
         torch.testing.assert_close(part, whole, rtol=1e-6, atol=1e-6)  # of float32 log-probs
 
 
+def test_classes_of_a_teacher_in_inference_mode(cpu_form):
+    student, teacher, labels = heads(torch.float32, cpu_form, 5)
+    with torch.inference_mode():
+        given = likeliest(teacher)
+    x = student["student_hidden"].requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_distillation(**student, **given, labels=labels), x)
+    given = likeliest(teacher)
+    (expected,) = torch.autograd.grad(linear_distillation(**student, **given, labels=labels), x)
+    assert torch.equal(gradient, expected)
+
+
 def test_class_without_probability_is_finite(cpu_form):
     student, teacher, labels = heads(torch.float32, cpu_form, 5)
     given = likeliest(teacher)
