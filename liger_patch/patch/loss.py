@@ -163,10 +163,9 @@ class ForwardPass:
             token_weight = self.loss_weights(given, ignore_index, shifted=shifted)
             token_weight = token_weight.to(logits.device).reshape(-1)
         reduction = "mean" if num_items_in_batch is not None else settings.reduction
-        flat = flat.to(logits.device)
-        loss = self._loss(
+        return self._loss(
             logits,
-            flat,
+            flat.to(logits.device),
             vocab_size,
             ignore_index=ignore_index,
             reduction=reduction,
@@ -175,9 +174,6 @@ class ForwardPass:
             z_loss=settings.z_loss,
             token_weight=token_weight,
         )
-        if reduction != "mean":
-            return loss
-        return _of_evaluation(loss, flat, ignore_index, num_items_in_batch)
 
     def _loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         decision = self.decide(logits, labels, vocab_size, **options)
@@ -187,10 +183,11 @@ class ForwardPass:
             return self._fused_loss(logits, decision.product, labels, **options)
         if isinstance(logits, DistributedLogits):
             loss = cross_entropy(logits.full_tensor().reshape(-1, vocab_size), labels, **options)
-            return logits.result(loss)
+            return logits.result(_of_evaluation(loss, labels, **options))
         if isinstance(logits, DeferredLogits):
             logits = logits.real_logits()
-        return cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
+        loss = cross_entropy(logits.reshape(-1, vocab_size), labels, **options)
+        return _of_evaluation(loss, labels, **options)
 
     def decide(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Decision:
         """Decide whether the loss of these logits is fused."""
@@ -259,8 +256,6 @@ class ForwardPass:
             self.done = True
             self.record.note(None)
         loss = self._fused_loss(input, product, target, reduction=reduction, **options)
-        if reduction == "mean":
-            loss = _of_evaluation(loss, target, ignore_index)
         # the result has eager's dtype: autocast computes cross entropy in float32
         return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -272,17 +267,26 @@ class ForwardPass:
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
             loss = fused_loss(product, labels, chunk_mib=self.record.chunk_mib, **options)
         prepare_backward(loss, logits)
-        return logits.result(loss)
+        return logits.result(_of_evaluation(loss, labels, **options))
 
 
 def _of_evaluation(
-    loss: Tensor, labels: Tensor, ignore_index: int, items: Tensor | int | None = None
+    loss: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int,
+    reduction: str,
+    num_items_in_batch: Tensor | int | None = None,
+    **_: object,
 ) -> Tensor:
-    """Return a mean over supervised tokens, or over so many items. Without gradients that of none
-    is nan, as PyTorch's: Trainer leaves such a batch out of its ``eval_loss``. In training it stays
-    0, which harms no weight.
+    """Return the loss. Without gradients, a mean over no supervised tokens or items is nan, as
+    PyTorch's: Trainer leaves such a batch out of its ``eval_loss``. In training it stays 0, which
+    harms no weight.
     """
-    if torch.is_grad_enabled() or type(loss) is not Tensor:
+    if torch.is_grad_enabled() or reduction != "mean":
         return loss
-    is_some = (labels != ignore_index).any() if items is None else torch.as_tensor(items != 0)
+    if num_items_in_batch is None:
+        is_some = (labels != ignore_index).any()
+    else:
+        is_some = torch.as_tensor(num_items_in_batch != 0)
     return torch.where(is_some.to(loss.device), loss, torch.nan)
