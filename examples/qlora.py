@@ -79,11 +79,12 @@ def main() -> None:
     # on a CPU, bitsandbytes packs the base in an evaluation, and then gives wrong gradients
     before = trainer.evaluate() if ON_GPU else {}
     trainer.train()
+    status = patch_status(model)
     after = trainer.evaluate()
     for name in ("loss", "perplexity", "accuracy", "entropy"):
         was = f"{before[f'eval_{name}']:>12.4f} ->" if before else ""
         print(f"held out {name:<12}{was}{after[f'eval_{name}']:>12.4f}")
-    print(patch_status(model))
+    print(status)
 
 
 def tokenized(conversation: Conversation, tokenizer, length: int) -> dict[str, list[int]]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from liger_patch.kernels import mxfp4
 from liger_patch.layers import experts
 from liger_patch.layers.checks import check_device, layers_of
+from liger_patch.readers.wrapped_model import transformers_model
 from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def quantize_experts(
     if not isinstance(double_quant, bool):
         raise ValueError(f"double_quant must be True or False, got {double_quant!r}")
     check_device(device)
+    if not isinstance(model, nn.Module):
+        transformers_model(model)  # the error says what was expected
     hold_experts(
         model,
         lambda weight: ExpertWeight4bit(weight, device, quant_type, double_quant=double_quant),

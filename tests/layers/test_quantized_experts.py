@@ -192,6 +192,8 @@ def test_what_needs_the_weights_is_an_error() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"device must be .*no CUDA GPU is, got 'cuda'"):
             quantize_experts(mixture("qwen3_moe"))
+    with pytest.raises(TypeError, match=r"model must be a transformers.PreTrainedModel .* got 'x'"):
+        quantize_experts("x", "cpu")  # type: ignore[arg-type]
     odd = mixture("qwen3_moe", size=16)
     with pytest.raises(ValueError, match=r"a multiple of 32 numbers, got \(32, 16\)"):
         quantize_experts(odd, "cpu", quant_type="mxfp4")
