@@ -270,7 +270,7 @@ def _ours_fp8(request: Request, setting: Setting) -> Any:
     return model
 
 
-OFFLOADED, REENTRANT = "liger_patch, offloaded", "liger_patch, reentrant"  # checkpoints
+OFFLOADED, REENTRANT = "liger_patch, offloaded", "liger_patch, reentrant"  # with checkpoints alone
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
     "Liger-Kernel": _liger,

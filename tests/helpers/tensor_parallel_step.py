@@ -155,7 +155,9 @@ def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_evaluation(model: Any, alone: Any, batch: dict[str, Tensor], *, fused: bool) -> None:
-    """Without gradients the loss is fused too; ``outputs.logits`` are computed when read."""
+    """Without gradients the loss is fused too, and nan without a label; ``outputs.logits`` are
+    computed when read.
+    """
     with torch.no_grad(), count_logits() as computed:
         outputs = model(**batch)
         assert len(computed) == 0
@@ -165,6 +167,8 @@ def check_evaluation(model: Any, alone: Any, batch: dict[str, Tensor], *, fused:
         assert outputs.logits.shape == expected.logits.shape
         torch.testing.assert_close(whole(outputs.logits), expected.logits)
         assert len(computed) == fused
+        none = batch | {"labels": torch.full_like(batch["labels"], -100)}
+        assert whole(model(**none).loss).isnan()
 
 
 def check_loss_of_logits(model: Any, alone: Any, batch: dict[str, Tensor]) -> None:
