@@ -143,9 +143,9 @@ class ForwardPass:
         if is_transformers_loss and changed:
             raise ValueError(f"{changed} cannot be applied to logits of type {kind}")
         if self.unfused == LOGITS_ASKED and not changed:
-            # in training, Transformers' mean of no supervised token would be nan
-            is_transformers_loss |= not torch.is_grad_enabled()
-            is_transformers_loss |= bool((flat != ignore_index).any())  # the host reads the labels
+            # in training, Transformers' mean of no supervised token would be nan: the host reads
+            is_transformers_loss = is_transformers_loss or not torch.is_grad_enabled()
+            is_transformers_loss = is_transformers_loss or bool((flat != ignore_index).any())
         if is_transformers_loss:
             why = self.unfused or f"the head ({self.head_name}) returns logits of type {kind}"
             self.record.note(why)
