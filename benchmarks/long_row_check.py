@@ -39,9 +39,10 @@ from . import attention_blocks
 from .benchmark import Benchmark, Cases
 from .heads import IGNORE_INDEX
 from .longest_row import MODELS, positive_gib
-from .lora_contenders import LORA, OFFLOADED, autocast_loss, fill_adapters
+from .lora_contenders import LORA, autocast_loss, fill_adapters
 from .measure import MIB, relative_error, release_memory
 from .models import Model
+from .names import OFFLOADED
 
 EPS = torch.finfo(torch.bfloat16).eps
 MOST = 2  # times eager's error

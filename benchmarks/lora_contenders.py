@@ -25,7 +25,7 @@ from liger_patch import apply_patch, quantize_base, quantize_experts
 
 from .measure import MIB, Failure, Measurement, attempt, measure, release_memory
 from .models import Model, quantise
-from .names import FP8, LOWER_BOUND, OURS
+from .names import FP8, LOWER_BOUND, OFFLOADED, OURS
 from .training_step import first_step, run_step, step_bound
 
 LORA = {
@@ -270,7 +270,7 @@ def _ours_fp8(request: Request, setting: Setting) -> Any:
     return model
 
 
-OFFLOADED, REENTRANT = "liger_patch, offloaded", "liger_patch, reentrant"  # with checkpoints alone
+REENTRANT = f"{OURS}, reentrant"  # with checkpoints alone, as OFFLOADED
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
     "Liger-Kernel": _liger,

@@ -8,9 +8,10 @@ Loss and metrics are TRL's; a DPO update computes its reference too, the model w
 Rows are padded as TRL pads them: DPO's to the longest of the batch, GRPO's prompts on the left and
 completions to the longest. Lengths are log-normal. "padded" is our flag with the padding left in
 the batch, "prompts repeated" without it, but with the prompt of a pair or group before each of its
-completions. Tokens are those that the model's layers compute in one pass. Measured and checked as
-``training_step.py`` does it: forward and backward of LoRA adapters on all layers, no optimizer, no
-generation. Unsloth's GRPOTrainer has a process of its own: see ``rl_unsloth.py``.
+completions. "offloaded" keeps checkpoints in host memory. Tokens are those that the model's layers
+compute in one pass. Measured and checked as ``training_step.py`` does it: forward and backward of
+LoRA adapters on all layers, no optimizer, no generation. Unsloth's GRPOTrainer has a process of its
+own: see ``rl_unsloth.py``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from liger_patch import apply_patch
+
 from .benchmark import Benchmark
 from .lora_step import run_process, save
 from .measure import MIB, Failure, attempt, call_ms, release_memory
 from .model_contenders import Loss, shared_copy
-from .names import UNSLOTH
+from .names import OFFLOADED, OURS, UNSLOTH
 from .rl_unsloth import request_of
 from .rl_updates import (
     UPDATES,
@@ -49,7 +52,8 @@ CONTENDERS: dict[str, dict[str, float]] = {  # to our constants that leave token
     "TRL": {},
     "liger_patch, padded": {"LEAST_SAVED": 1.0},
     "liger_patch, prompts repeated": {"MOST_ROWS": 0},
-    "liger_patch": {},
+    OURS: {},
+    OFFLOADED: {},
 }
 
 
@@ -69,7 +73,7 @@ def contenders(
     return {
         name: partial(_loss, model, update, name, constants, tokens)
         for name, constants in CONTENDERS.items()
-        if name in names
+        if name in names and (update.checkpointing or name != OFFLOADED)
     }
 
 
@@ -82,7 +86,10 @@ def _loss(
 ) -> Loss:
     flags = {"use_liger_patch": name != "TRL", "bf16": False}  # the weights are in bf16 already
     source = "liger_patch.integrations.trl_trainers"
-    trainer = make_trainer(shared_copy(model), update, source, **flags)
+    own = shared_copy(model)
+    if name == OFFLOADED:
+        apply_patch(own, checkpoint_offload=True)
+    trainer = make_trainer(own, update, source, **flags)
     compute = dpo_loss if update.trainer == "DPO" else grpo_loss
 
     def loss(batch: Mapping[str, Tensor]) -> Tensor:

@@ -13,11 +13,13 @@ from transformers import LlamaConfig
 
 pytest.importorskip("trl", reason="the updates are TRL's")
 
+from benchmarks.names import OFFLOADED
 from benchmarks.rl_step import CONTENDERS, GENERATION, run_update
 from benchmarks.rl_updates import GROUP, Update
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.gradient_checkpointing_(en|dis)able. is deprecated:FutureWarning"
+    "ignore:.gradient_checkpointing_(en|dis)able. is deprecated:FutureWarning",
+    "ignore:liger_patch offloads no checkpoint",  # of a CPU
 )
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64},
@@ -36,7 +38,8 @@ DPO = replace(GRPO, sequences=4, trainer="DPO")
 def test_updates_are_run_with_trls_head_and_with_ours(update: Update, checkpointing: bool):
     update = replace(update, checkpointing=checkpointing)
     rows = [*run_update(update, rounds=1, names=CONTENDERS, device="cpu")]
-    assert [row["contender"] for row in rows] == [*CONTENDERS]
+    expected = [name for name in CONTENDERS if checkpointing or name != OFFLOADED]
+    assert [row["contender"] for row in rows] == expected
     assert not any("wrong" in row for row in rows)
     assert all(row["ms"] > 0 < row["gradient_norm"] for row in rows)
     assert all(row["tokens"] == rows[0]["tokens"] > 0 for row in rows)  # no flash attention here
