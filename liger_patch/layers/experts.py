@@ -160,8 +160,7 @@ def _has_own_way(layer: Any) -> bool:
     """Return whether a call now does more than the class's own code: somebody chose another
     implementation, replaced the gate, or has hooks.
     """
-    name = getattr(getattr(layer, "config", None), "_experts_implementation", None)
-    if name not in IMPLEMENTATIONS or "_apply_gate" in layer.__dict__:
+    if _chosen(layer) not in IMPLEMENTATIONS or "_apply_gate" in layer.__dict__:
         return True
     if "_is_expert_parallel" not in layer.__dict__ and in_process_group():
         return True  # an older Transformers, whose experts do not tell
@@ -171,8 +170,16 @@ def _has_own_way(layer: Any) -> bool:
 def own_implementations(model: nn.Module) -> Counter[str]:
     """Return how many experts run Transformers' own code, by the implementation that was chosen."""
     layers = (m for m in model.modules() if "experts" in layers_of(m) and not is_wrapper(m))
-    chosen = (getattr(getattr(m, "config", None), "_experts_implementation", None) for m in layers)
-    return Counter(each for each in chosen if each not in IMPLEMENTATIONS)
+    return Counter(each for each in map(_chosen, layers) if each not in IMPLEMENTATIONS)
+
+
+def _chosen(layer: Any) -> str | None:
+    """Return the implementation that was chosen for a layer. Experts in 4 bits have ours alone:
+    while it generates, Transformers chooses one that PEFT's own code would give their weights to.
+    """
+    if HELD in layer._modules:
+        return None
+    return getattr(getattr(layer, "config", None), "_experts_implementation", None)
 
 
 def _is_of_form(layer: Any) -> bool:

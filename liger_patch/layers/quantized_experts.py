@@ -217,7 +217,8 @@ def quantized_layer(original: Any) -> type[nn.Module]:
                 raise RuntimeError(
                     f"{name} is held in 4 bits by quantize_experts: adapters come before that "
                     "(get_peft_model, PeftModel.from_pretrained), are active one at a time, and "
-                    "are not merged into it (unmerge_adapter() takes back what PEFT merged so far)"
+                    "are not merged into it (unmerge_adapter() takes back what PEFT merged so "
+                    "far), do not run within torch.compile, and experts under them have no hooks"
                 )
             weight = getattr(self, experts.HELD)[name].dequantized(dtype)
             return weight if self.is_transposed else weight.transpose(1, 2)

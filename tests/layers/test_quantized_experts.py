@@ -106,10 +106,20 @@ def test_checkpoints_give_the_same(reentrant: bool) -> None:
     check_checkpoints(model, reentrant)
 
 
-def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights() -> None:
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", ""])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_generation_and_disabled_adapters_are_those_of_the_dequantized_weights(
+    implementation: str, is_patched: bool
+) -> None:
+    """On a GPU, Transformers chooses ``batched_mm`` while it generates."""
     model = adapted(mixture("qwen3_moe")).eval()
-    quantized = apply_patch(quantize_experts(copy.deepcopy(model), "cpu"))
-    check_evaluation(quantized, dequantized(model, quantized))
+    quantized = quantize_experts(copy.deepcopy(model), "cpu")
+    if is_patched:
+        apply_patch(quantized)
+    truth = dequantized(model, quantized)
+    quantized.set_experts_implementation(implementation)
+    check_evaluation(quantized, truth)
+    assert "batched_mm" not in str(patch_status(quantized))
 
 
 def test_a_checkpoint_in_mxfp4_trains_as_it_does_dequantized(tmp_path: Path) -> None:
