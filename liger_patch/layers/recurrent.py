@@ -192,7 +192,7 @@ def recurrent_class(module: Any, names: Collection[str]) -> Any:
 
 def takes_packed_rows(module: Any) -> bool:
     """Return whether a module is a recurrent layer that takes hidden states alone, and keywords."""
-    own = type(module).forward
+    own = getattr(type(module), ORIGINAL, type(module)).forward
     if not is_transformers(own) or not carries_state(module):
         return False
     if own_name(type(module)) in WITHOUT_KEYWORDS:

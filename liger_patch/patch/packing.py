@@ -167,18 +167,19 @@ def giving_rows(
     """Yield the keywords that the forward is to hand down to recurrent layers. Warn if packed rows
     have not reached all of them.
 
-    A training step makes no cache unless it was asked to: with one, layers run without kernels.
-    Where positions skip or repeat, and say of no sequences, the model decides: without one,
-    Transformers cuts attention there.
+    A training step and packed rows make no cache unless they were asked to: with one, layers run
+    without kernels, and would carry one state for all sequences. Where positions of a step skip or
+    repeat, and say of no sequences, the model decides: without one, Transformers cuts attention
+    there.
     """
-    trains = model.training and torch.is_grad_enabled() and arguments.get("labels") is not None
-    needs_no_cache = trains and all(arguments.get(n) is None for n in ("use_cache", *CACHES))
-    given: dict[str, Any] = {"use_cache": False} if needs_no_cache else {}
-    rows = rows_of_call({**arguments, **given})
-    makes_cache = getattr(model.config.get_text_config(), "use_cache", False)
-    if rows is None and given and makes_cache and _are_uneven(arguments):
-        given = {}
-    yield given if rows is None else {**given, PACKED: rows}
+    rows = rows_of_call(arguments)
+    given: dict[str, Any] = {} if rows is None else {PACKED: rows}
+    if all(arguments.get(name) is None for name in ("use_cache", *CACHES)):
+        trains = model.training and torch.is_grad_enabled() and arguments.get("labels") is not None
+        makes_cache = getattr(model.config.get_text_config(), "use_cache", False)
+        if given or (trains and not (makes_cache and _are_uneven(arguments))):
+            given["use_cache"] = False
+    yield given
     if rows is not None and rows.reached < record.unpacks:
         record.warn_once(
             f"packed sequences see one another: Transformers {transformers.__version__} hands no "
@@ -296,10 +297,12 @@ def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> s
         return "Transformers looks for restarts without a cache only: pass use_cache=False"
     if not (is_flash or gives_masks_positions(type(model.get_decoder()))):
         return "masks of attention are made without them: do not pack rows for this model"
-    if has_other_layers(model) and arguments.get("seq_idx") is None:
+    if has_other_layers(model):
         carrying = carrying_layers(model)
         if PACKED in arguments and not carrying:
             return None
+        if arguments.get("seq_idx") is not None and all(map(takes_packed_rows, carrying)):
+            return None  # they keep sequences apart, or raise
         names = ", ".join(sorted({type(each).__name__ for each in carrying}))
         may_unpack = carrying and all(
             takes_packed_rows(each) and "forward" not in vars(each) for each in carrying

@@ -285,6 +285,20 @@ def test_batches_have_at_most_twice_the_tokens(seed: int) -> None:
         assert int(each.places.max()) < each.count * each.longest
 
 
+@pytest.mark.parametrize("name", [DELTA, "qwen3_5"])
+def test_packed_rows_are_evaluated_without_a_cache(name: str) -> None:
+    """Trainer switches the cache off in the configuration, not in that of a model's text."""
+    model, samples = tiny_model(name), make_samples(9, 4)
+    batch = positions_only(samples)
+    apart = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
+    assert model.config.get_text_config().use_cache
+    with patched(model), torch.no_grad():
+        assert call(model.eval(), batch).loss.isfinite()
+        del batch["labels"]
+        logits = call(model, batch).logits[0, :13]
+    torch.testing.assert_close(logits, torch.cat(apart))
+
+
 def test_a_cache_of_packed_rows_is_an_error() -> None:
     model, batch = apply_patch(make_model()), positions_only(make_samples(9, 4))
     del batch["labels"]
@@ -311,6 +325,7 @@ def test_generation_is_eagers(name: str) -> None:
     ("name", "layers", "says"),
     [
         (DELTA, False, r"\(Qwen3NextGatedDeltaNet\) .*: name \"recurrent\" in layers"),
+        (DELTA, ["delta_net"], r"\(Qwen3NextGatedDeltaNet\) .*: name \"recurrent\" in layers"),
         ("jamba", True, r"\(JambaMambaMixer\) .*: do not pack rows"),
         ("minimax", True, r"\(MiniMaxLightningAttention\) .*: do not pack rows"),
         ("granitemoehybrid", True, "masks of attention are made without them: do not pack rows"),
@@ -327,6 +342,14 @@ def test_sequences_that_are_not_kept_apart_are_said(name: str, layers: bool, say
     ):
         ours = step(model, batch)
     assert not torch.allclose(ours["loss"], truth["loss"])
+
+
+@pytest.mark.parametrize("name", ["jamba", "minimax"])
+def test_models_that_drop_seq_idx_are_said(name: str) -> None:
+    batch = positions_only(make_samples(9, 4))
+    batch["seq_idx"] = (batch["position_ids"] == 0).long().cumsum(1)
+    with patched(make_model(name)) as model, pytest.warns(UserWarning, match="see one another: .*"):
+        call(model, batch)
 
 
 # --- kernels --------------------------------------------------------------------------------------
