@@ -74,7 +74,7 @@ class OnKernels:
             model = getattr(trainer, name, None)
             if model is not None:  # TRL may have made it itself
                 model = trainer.accelerator.unwrap_model(model)
-                self._patch_model(name, model, **options.get(name, options.get("model", {})))
+                self._patch_model(name, model, **(options.get(name) or options.get("model", {})))
 
     def _patch_model(self, name: str, model: nn.Module, **options: Any) -> None:
         """Patch one of MODELS, to which TRL has added its head."""
