@@ -37,7 +37,7 @@ from liger_patch.layers.other_globals import (
     names_in,
     with_other_globals,
 )
-from liger_patch.layers.unpadded import NEED_MASKS, without_padding
+from liger_patch.layers.unpadded import NEED_MASKS, takes_images_too, without_padding
 from liger_patch.subclass import derived_class, is_transformers, once_for_each_class
 
 DEFERS_MASKS = "_liger_patch_defers_masks"  # attribute of such a class
@@ -46,7 +46,9 @@ MAKERS = (
     "create_causal_mask",
     "create_sliding_window_causal_mask",
     "create_chunked_causal_mask",
+    "create_masks_for_generate",  # all of those that a model's types of layers need
 )
+OF_TYPES = "LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING"  # the name of the last one's MAKERS by type
 # of a mask: fewer are made sooner than the host launches what finds out the segments. On an H200, a
 # step with packed rows of 8 x 2048 tokens took 2 to 3 ms longer with a deferred mask
 LEAST_NUMBERS = 2**27
@@ -56,14 +58,16 @@ _running = threading.local()  # whether the backbone that this thread runs may d
 
 def mask_deferring_class(module: nn.Module) -> Any:
     """Return the class of a backbone whose masks are deferred, None for any other module: its code
-    must be Transformers' own, make masks, and have attention on kernels within.
+    must be Transformers' own, make masks, or give embeddings to one that does, and have attention
+    on kernels within.
     """
     original: Any = type(module)
     if not isinstance(module, PreTrainedModel) or not is_transformers(original.forward):
         return None
     if not any("attention" in layers_of(each) for each in module.modules()):
         return None
-    return deferring_masks(original) if _deferring(original.forward) else None
+    is_backbone = _deferring(original.forward) is not None or takes_images_too(module)
+    return deferring_masks(original) if is_backbone else None
 
 
 @once_for_each_class
@@ -103,6 +107,8 @@ def _deferring(function: Any) -> Any:
         for name in MAKERS
         if name in names and module.get(name) is getattr(masking_utils, name)
     }
+    if OF_TYPES in names and module is vars(masking_utils):
+        values[OF_TYPES] = {each: _deferring(f) or f for each, f in module[OF_TYPES].items()}
     if TABLE in names and type(module.get(TABLE)) is AttentionMaskInterface:
         values[TABLE] = OtherTable(module[TABLE], {sdpa_mask: _sdpa_mask})
     values = {name: value for name, value in values.items() if value is not None}

@@ -63,10 +63,32 @@ BY_PLACE = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
 NO_STATE = "full_attention", "sliding_attention"  # layers whose tokens see just what masks show
 NOISE = "drop", "jitter"  # parts of names in configurations
 OF_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the length of a padded row
-GIVEN = {"input_ids", "attention_mask", "num_items_in_batch"}  # arguments that may have a value
+# arguments that may have a value
+GIVEN = {"input_ids", "attention_mask", "num_items_in_batch", "return_dict"}
+# backbones of text and images that keep sequences apart by positions (B, T), each of them tested:
+# the arguments that they are given with text alone, and do not read then
+WITH_IMAGES: dict[str, tuple[str, ...]] = {
+    "gemma3": ("labels",),
+    "mistral3": ("vision_feature_layer",),
+    "qwen3_5": (),
+    "qwen3_5_moe": (),
+    "qwen3_vl": (),
+    "qwen3_vl_moe": (),
+}
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 # their hooks take any shape
 LIBRARIES = "torch.", "transformers.", "accelerate.", "deepspeed.", "peft.", "trl."
+
+
+def takes_images_too(module: Any) -> bool:
+    """Return whether a module is a backbone of text and images, whose calls with text alone may
+    run as one row.
+    """
+    return module.config.model_type in WITH_IMAGES and module.base_model is module
+
+
+def _text_within(backbone: Any) -> Any:
+    return backbone.get_decoder() if takes_images_too(backbone) else backbone
 
 
 def without_padding(
@@ -91,16 +113,17 @@ def without_padding(
         return None
     if mask.dim() != 2 or mask.shape != ids.shape or not _takes_one_row(backbone, options, ids):
         return None
-    found = _rows_of(ids, mask, used, functools.partial(_may_share, backbone))
+    text = _text_within(backbone)
+    found = _rows_of(ids, mask, used, functools.partial(_may_share, text))
     if found is None or not may_defer():
         return None
-    recurrent = _recurrent_layers(backbone)
-    layer_types = {*(getattr(backbone.config, "layer_types", None) or ())}
-    has_others = backbone._is_stateful or layer_types - {*NO_STATE}
+    recurrent = _recurrent_layers(text, backbone)
+    layer_types = {*(getattr(text.config, "layer_types", None) or ())}
+    has_others = text._is_stateful or layer_types - {*NO_STATE}
     if recurrent is None or (has_others and not recurrent):
         return None
     starts, lengths, groups = found
-    if any(starts) and not _only_distances_matter(backbone.config):
+    if any(starts) and not _only_distances_matter(text.config):
         return None
     rows, tokens = ids.shape
     one = in_one_row(starts, lengths, tokens, groups, ids.device)
@@ -116,6 +139,7 @@ def without_padding(
         )
     if recurrent:
         row[PACKED] = packed_rows(row["position_ids"] == 0, torch.ones_like(row["input_ids"]))
+    row.update(dict.fromkeys({*WITH_IMAGES.get(backbone.config.model_type, ())} & {*options}))
     outputs = function(backbone, **{**options, **row})
     if recurrent and row[PACKED].reached < len(recurrent):
         raise RuntimeError(
@@ -193,9 +217,11 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     where it would be larger.
     """
     given = {name for name, value in options.items() if value is not None and value is not False}
+    given -= {*WITH_IMAGES.get(backbone.config.model_type, ())}
     if given - GIVEN or options.get("return_dict") is False:
         return False
-    config = backbone.config
+    text = _text_within(backbone)
+    config = text.config
     layer_types = {*(getattr(config, "layer_types", None) or ())} - {*NO_STATE, "linear_attention"}
     if any("attention" in each for each in layer_types):  # in chunks, or to keys of an index
         return False
@@ -203,15 +229,16 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
         return False
     if getattr(config, "is_causal", True) is False:  # Transformers then makes masks of both sides
         return False
-    if not _has_rotary_positions(backbone):
+    if not _has_rotary_positions(text):
         return False
     if any(getattr(config, name, None) for name in NEED_MASKS):
         return False
     use_cache = options.get("use_cache")
-    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if use_cache is None:  # Trainer switches it off in the outer configuration alone
+        use_cache = getattr(backbone.config, "use_cache", getattr(config, "use_cache", False))
     if use_cache and not torch.is_grad_enabled():  # whoever evaluates may read it
         return False
-    if not _takes_positions(type(backbone)):
+    if not all(_takes_positions(type(each)) for each in (backbone, text)):
         return False
     embedding = backbone.get_input_embeddings()
     if getattr(embedding, "neftune_noise_alpha", None):  # whose noise depends on a row's length
@@ -244,7 +271,7 @@ def _takes_positions(cls: Any) -> bool:
     return takes_them and gives_masks_positions(cls)
 
 
-def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
+def _recurrent_layers(text: nn.Module, backbone: nn.Module) -> list[nn.Module] | None:
     """Return the recurrent layers that take packed rows. None where others would mix the rows,
     where flash attention does not serve the heads of an attention, and where hooks or forwards of a
     user within the backbone would see one row in place of the batch.
@@ -252,7 +279,7 @@ def _recurrent_layers(backbone: nn.Module) -> list[nn.Module] | None:
     if has_hooks():  # of all modules
         return None
     found = []
-    for module in backbone.modules():
+    for module in text.modules():
         if "recurrent" in layers_of(module):
             found.append(module)
         elif carries_state(module):

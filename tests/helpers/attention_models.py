@@ -174,7 +174,7 @@ def _sink_attention(
     return (shares @ value).transpose(1, 2).contiguous()
 
 
-def rows_of(model: nn.Module) -> list[torch.Size]:
+def rows_of(model: Any) -> list[torch.Size]:
     """The shapes of what the layers of a backbone are given, as calls append them."""
     shapes: list[torch.Size] = []
 
@@ -182,7 +182,7 @@ def rows_of(model: nn.Module) -> list[torch.Size]:
         shapes.append(inputs[0].shape[:2])
 
     hook.__module__ = "torch.nn"  # a library's hook keeps no padding in the batch
-    model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
+    model.get_decoder().layers[0].input_layernorm.register_forward_pre_hook(hook)
     return shapes
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from attention_models import SIZES, WARNINGS, Calls, make_batch, make_model, seen_masks
 from attention_models import served_calls as served_calls
 from tiny_models import tiny_model
@@ -61,6 +62,8 @@ def long_batch(kind: str) -> dict[str, Tensor]:
         ("gemma3_text", "plain", None),
         ("gemma3_text", "packed", True),
         ("gemma3_text", "padded", False),
+        ("gemma3", "packed", None),
+        ("gemma3", "padded", True),
         ("qwen2", "packed", None),
     ],
 )
@@ -81,7 +84,12 @@ def test_no_tensor_of_a_mask_is_made(
         given.append(attn_mask)
         return served(*states).transpose(1, 2)
 
-    model, batch = apply_patch(make_model(model_type), layers=["attention"]), long_batch(kind)
+    if model_type == "gemma3" and transformers.__version__.startswith("5.0."):
+        pytest.skip("it trains with images alone")
+    model = tiny_model(model_type).train() if model_type == "gemma3" else make_model(model_type)
+    model.config.get_text_config().use_cache = False
+    apply_patch(model, layers=["attention"])
+    batch = long_batch(kind)
     with_checkpoints(model, checkpointing)
     # PyTorch's own make such tensors on a CPU
     monkeypatch.setattr(masked_attention, "segment_attention", served)

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from liger_patch import apply_patch, registry
 from liger_patch.layers import unpadded
 from liger_patch.layers.replace import count_layers
+from liger_patch.patch.forward import gives_logits_to_loss
 
 pytestmark = WARNINGS
 # of a row: from, to. The second begins behind the place where the first ends; the last is empty
@@ -99,6 +100,58 @@ def test_every_architecture_computes_what_it_does_with_padding(
         apply_patch(model)
         ours = step(model, batch)
     torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-10)
+
+
+def text_of_images_too(model_type: str, prompt: int) -> tuple[Any, dict[str, Tensor]]:
+    """A model that takes images, and padded rows of text whose first tokens are the same."""
+    if model_type not in ROWS:
+        pytest.skip("not in this version of Transformers")
+    model = tiny_model(model_type).eval()
+    if not gives_logits_to_loss(type(model)):
+        pytest.skip("its forward reads the logits in this version of Transformers")
+    model.config.use_cache = False  # as Trainer has it, which leaves that of the text on
+    batch = make_batch([(0, 12), (0, 9), (1, 9), (0, 10)], 12)
+    batch["input_ids"] = 10 + batch["input_ids"] % 40
+    for row, start in enumerate((0, 0, 1, 0)):
+        batch["input_ids"][row, start : start + prompt] = torch.arange(prompt)
+        batch["labels"][row, : start + max(1, prompt)] = -100
+    batch["labels"] = batch["input_ids"].masked_fill(batch["labels"] < 0, -100)
+    return model, batch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prompt", [0, 6], ids=["", "one prompt"])
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen3_5", "qwen3_vl"])
+def test_text_of_models_of_images_too_on_a_gpu_is_no_worse(model_type: str, prompt: int) -> None:
+    model, batch = text_of_images_too(model_type, prompt)
+    truth = step(widened(model), batch)
+    model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
+    eager = step(model, batch, autocast=True)
+    apply_patch(model)
+    shapes = rows_of(model)
+    assert_right(step(model, batch, autocast=True), eager, truth, torch.bfloat16)
+    assert {rows for rows, _ in shapes} == {1}
+
+
+@pytest.mark.parametrize("prompt", [0, 6], ids=["", "one prompt"])
+@pytest.mark.parametrize("model_type", unpadded.WITH_IMAGES)
+def test_models_of_images_too_run_text_alone_as_one_row(
+    model_type: str, prompt: int, calls: Calls
+) -> None:
+    model, batch = text_of_images_too(model_type, prompt)
+    model = widened(model)
+    with in_float64():
+        own = step(model, batch)
+        apply_patch(model)
+        shapes = rows_of(model)
+        ours = step(model, batch)
+    torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-10)
+    tokens = 39 if not prompt or count_layers(model)["delta_net"] else 39 - 3 * prompt
+    assert {*shapes} == {(1, tokens)}
+    shapes.clear()
+    with torch.no_grad():
+        model(**batch)
+    assert shapes == [(1, tokens)]
 
 
 def _hole(model: Any, batch: dict[str, Any]) -> None:
