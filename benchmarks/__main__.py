@@ -31,6 +31,7 @@ BENCHMARKS = {  # the module's name, and what it measures
     "rl_step": "updates of TRL's DPOTrainer and GRPOTrainer, with its own head and with ours",
     "lora_step": "LoRA and QLoRA steps of whole models, one process a contender",
     "moe_step": "LoRA steps of mixtures of experts, one process a contender",
+    "frozen_base_check": "errors of LoRA on frozen bases in 16, 8 and 4 bits, beside float64",
     "longest_row": "the longest LoRA and QLoRA rows that fit, one process a contender",
     "long_row_check": "gradients of a row of a million tokens, beside those of its blocks",
     "distributed_step": "steps of whole models on several GPUs, and a distributed head",

@@ -12,6 +12,7 @@ from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import row_search
+from benchmarks.frozen_base_check import run_case as run_check
 from benchmarks.longest_row import summary
 from benchmarks.lora_contenders import REENTRANT, Request, Setting, is_measured, rows
 from benchmarks.lora_step import CHECKPOINTED, SETTINGS
@@ -74,6 +75,17 @@ def test_a_base_in_fp8_is_another_contender(request_of: Callable[..., Request]):
     assert ours["loss"] == pytest.approx(eager["loss"], rel=0.02)
     assert ours["loss"] != eager["loss"]
     assert not is_measured(FP8, SETTINGS[1])  # QLoRA
+
+
+def test_a_frozen_base_rounds_the_more_the_fewer_its_bits() -> None:
+    pytest.importorskip("bitsandbytes")
+    found = [*run_check(TINY, device="cpu")]
+    assert all(0 < row["loss_error"] < 0.05 for row in found)
+    error = {(row["model"], row["contender"]): row["gradients_error"] for row in found}
+    bf16, nf4 = "tiny, LoRA", "tiny, QLoRA"
+    assert 0 < error[bf16, "eager"] < error[bf16, FP8] < error[nf4, OURS] < 1
+    assert error[bf16, OURS] == pytest.approx(error[bf16, "eager"], rel=0.5)
+    assert error[nf4, OURS] == pytest.approx(error[nf4, "eager"], rel=0.5)
 
 
 def test_reentrant_checkpoints_are_another_contender(request_of: Callable[..., Request]):
