@@ -204,6 +204,12 @@ def takes_packed_rows(module: Any) -> bool:
     return fits and takes_keywords
 
 
+def takes_index(module: Any) -> bool:
+    """Return whether a recurrent layer takes ``seq_idx``: it keeps sequences apart, or raises."""
+    own = getattr(type(module), ORIGINAL, type(module)).forward
+    return "seq_idx" in inspect.signature(own).parameters or takes_packed_rows(module)
+
+
 @once_for_each_class
 def recurrent_on_kernels(names: tuple[str, ...], original: Any) -> type[nn.Module]:
     """Derive the class of a recurrent layer with some of NAMES."""

@@ -139,7 +139,6 @@ def without_padding(
         )
     if recurrent:
         row[PACKED] = packed_rows(row["position_ids"] == 0, torch.ones_like(row["input_ids"]))
-    row.update(dict.fromkeys({*WITH_IMAGES.get(backbone.config.model_type, ())} & {*options}))
     outputs = function(backbone, **{**options, **row})
     if recurrent and row[PACKED].reached < len(recurrent):
         raise RuntimeError(
@@ -234,7 +233,7 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     if any(getattr(config, name, None) for name in NEED_MASKS):
         return False
     use_cache = options.get("use_cache")
-    if use_cache is None:  # Trainer switches it off in the outer configuration alone
+    if use_cache is None:  # Trainer switches it off in the outer one, which not all models read
         use_cache = getattr(backbone.config, "use_cache", getattr(config, "use_cache", False))
     if use_cache and not torch.is_grad_enabled():  # whoever evaluates may read it
         return False
@@ -246,7 +245,7 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
     if config._attn_implementation != "sdpa":
         return True
     # not the embedding's weight: under ZeRO-3, reading it gathers it
-    own = next((p.dtype for p in backbone.parameters() if p.is_floating_point()), None)
+    own = next((p.dtype for p in text.parameters() if p.is_floating_point()), None)
     dtype = autocast_dtype(ids.device.type) or own
     return may_serve_flash_attention(ids.device, dtype)
 

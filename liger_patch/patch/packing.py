@@ -24,6 +24,7 @@ from liger_patch.layers.recurrent import (
     carrying_layers,
     gives_masks_positions,
     packed_rows,
+    takes_index,
     takes_packed_rows,
 )
 from liger_patch.patch.settings import PatchRecord
@@ -301,8 +302,8 @@ def why_sequences_mix(model: PreTrainedModel, arguments: Mapping[str, Any]) -> s
         carrying = carrying_layers(model)
         if PACKED in arguments and not carrying:
             return None
-        if arguments.get("seq_idx") is not None and all(map(takes_packed_rows, carrying)):
-            return None  # they keep sequences apart, or raise
+        if arguments.get("seq_idx") is not None and all(map(takes_index, carrying)):
+            return None
         names = ", ".join(sorted({type(each).__name__ for each in carrying}))
         may_unpack = carrying and all(
             takes_packed_rows(each) and "forward" not in vars(each) for each in carrying

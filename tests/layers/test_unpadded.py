@@ -136,10 +136,21 @@ def test_text_of_models_of_images_too_on_a_gpu_is_no_worse(model_type: str, prom
 @pytest.mark.parametrize("prompt", [0, 6], ids=["", "one prompt"])
 @pytest.mark.parametrize("model_type", unpadded.WITH_IMAGES)
 def test_models_of_images_too_run_text_alone_as_one_row(
-    model_type: str, prompt: int, calls: Calls
+    model_type: str, prompt: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the dtype of what sees images."""
+    asked: list[torch.dtype] = []
+
+    def serves(_: Any, dtype: torch.dtype) -> bool:
+        asked.append(dtype)
+        return True
+
+    monkeypatch.setattr(unpadded, "may_serve_flash_attention", serves)
     model, batch = text_of_images_too(model_type, prompt)
     model = widened(model)
+    for name, weight in model.model.named_parameters():
+        if not name.startswith("language_model."):
+            weight.data = weight.data.bfloat16()
     with in_float64():
         own = step(model, batch)
         apply_patch(model)
@@ -148,6 +159,7 @@ def test_models_of_images_too_run_text_alone_as_one_row(
     torch.testing.assert_close(ours, own, rtol=1e-9, atol=1e-10)
     tokens = 39 if not prompt or count_layers(model)["delta_net"] else 39 - 3 * prompt
     assert {*shapes} == {(1, tokens)}
+    assert {*asked} == {torch.float64}
     shapes.clear()
     with torch.no_grad():
         model(**batch)
