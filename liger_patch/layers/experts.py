@@ -174,8 +174,8 @@ def own_implementations(model: nn.Module) -> Counter[str]:
 
 
 def _chosen(layer: Any) -> str | None:
-    """Return the implementation that was chosen for a layer. Experts in 4 bits have ours alone, also
-    while Transformers chooses another to generate on a GPU: PEFT's own forward cannot read them.
+    """Return the implementation that was chosen for a layer. Experts in 4 bits have ours alone,
+    also while Transformers chooses another to generate on a GPU: PEFT's forward cannot read them.
     """
     if HELD in layer._modules:
         return None
