@@ -22,8 +22,8 @@ Sample = dict[str, list[int]]
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:
     model = widened(tiny_model(ROWS[model_type]))
-    # as Trainer has it: with a cache, Transformers' attention looks across boundaries
-    model.config.use_cache = False
+    # mostly as Trainer has it: with a cache, Transformers' attention looks across boundaries
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     return model
 
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 from packed_samples import (
     flattened_for_kernels,
+    make_model,
     make_samples,
     padded,
     positions_only,
@@ -67,12 +68,6 @@ pytestmark = pytest.mark.skipif(
     DELTA not in ROWS or not has_recurrent(DELTA),
     reason="before Transformers 5.17, recurrent layers take no keywords",
 )
-
-
-def make_model(name: str = DELTA) -> Any:
-    model = widened(tiny_model(name))
-    model.config.use_cache = model.config.get_text_config().use_cache = False
-    return model
 
 
 def mixer(name: str = DELTA) -> Any:
@@ -209,7 +204,7 @@ def batches_of(model: nn.Module) -> list[tuple[int, int]]:
 
 def test_hooks_see_one_batch() -> None:
     """Those of ZeRO-3 gather weights: a number of calls of its own would make ranks wait."""
-    model = apply_patch(make_model(), layers=["recurrent"])
+    model = apply_patch(make_model(DELTA), layers=["recurrent"])
     found = batches_of(model)
     call(model, positions_only(make_samples(40, 3, 2, 3)))
     assert found == [(4, 40)]
@@ -219,7 +214,7 @@ def test_hooks_see_one_batch() -> None:
 
 
 def test_a_copy_keeps_sequences_apart() -> None:
-    model, samples = make_model(), make_samples(*LENGTHS)
+    model, samples = make_model(DELTA), make_samples(*LENGTHS)
     truth = truth_of(model, samples)
     apply_patch(model, layers=["recurrent"])
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -230,7 +225,7 @@ def test_a_loss_function_of_a_user_gets_no_rows() -> None:
     def loss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    model, batch = make_model(), positions_only(make_samples(*LENGTHS))
+    model, batch = make_model(DELTA), positions_only(make_samples(*LENGTHS))
     model.loss_function = loss
     with patched(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the loss, which is not fused
@@ -244,7 +239,7 @@ def test_a_loss_function_of_a_user_gets_no_rows() -> None:
 def test_single_sequences_run_the_layers_own_code(
     positions: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = apply_patch(make_model())
+    model = apply_patch(make_model(DELTA))
     monkeypatch.setattr(recurrent, "_unpacked", None)  # an error, if it were called
     monkeypatch.setattr(recurrent, "_in_one_row", None)
     found = batches_of(model)
@@ -300,7 +295,7 @@ def test_packed_rows_are_evaluated_without_a_cache(name: str) -> None:
 
 
 def test_a_cache_of_packed_rows_is_an_error() -> None:
-    model, batch = apply_patch(make_model()), positions_only(make_samples(9, 4))
+    model, batch = apply_patch(make_model(DELTA)), positions_only(make_samples(9, 4))
     del batch["labels"]
     with pytest.raises(ValueError, match=r"no cache.* pass use_cache=False \(got one in Qwen3Next"):
         call(model, batch, use_cache=True)
@@ -319,37 +314,6 @@ def test_generation_is_eagers(name: str) -> None:
     expected = model.generate(**batch, **options)
     apply_patch(model)
     assert torch.equal(model.generate(**batch, **options), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "says"),
-    [
-        (DELTA, False, r"\(Qwen3NextGatedDeltaNet\) .*: name \"recurrent\" in layers"),
-        (DELTA, ["delta_net"], r"\(Qwen3NextGatedDeltaNet\) .*: name \"recurrent\" in layers"),
-        ("jamba", True, r"\(JambaMambaMixer\) .*: do not pack rows"),
-        ("minimax", True, r"\(MiniMaxLightningAttention\) .*: do not pack rows"),
-        ("granitemoehybrid", True, "masks of attention are made without them: do not pack rows"),
-        ("gpt_oss", True, "masks of attention are made without them: do not pack rows"),
-    ],
-)
-def test_sequences_that_are_not_kept_apart_are_said(name: str, layers: bool, says: str) -> None:
-    """And only where they are not."""
-    model, samples = make_model(name), make_samples(9, 4)
-    batch, truth = positions_only(samples), truth_of(model, samples)
-    with (
-        patched(model, layers=layers),
-        pytest.warns(UserWarning, match=f"see one another: .*{says}"),
-    ):
-        ours = step(model, batch)
-    assert not torch.allclose(ours["loss"], truth["loss"])
-
-
-@pytest.mark.parametrize("name", ["jamba", "minimax"])
-def test_models_that_drop_seq_idx_are_said(name: str) -> None:
-    batch = positions_only(make_samples(9, 4))
-    batch["seq_idx"] = (batch["position_ids"] == 0).long().cumsum(1)
-    with patched(make_model(name)) as model, pytest.warns(UserWarning, match="see one another: .*"):
-        call(model, batch)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -374,7 +338,7 @@ def test_kernels_that_keep_sequences_apart_get_one_row(
     kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels of which one does not keep them apart get unpacked sequences."""
-    model = make_model()
+    model = make_model(DELTA)
     layer = next(m for m in model.modules() if recurrent.carries_state(m))
     module = sys.modules[type(layer).__module__]
     own_rule, own_convolution = (
