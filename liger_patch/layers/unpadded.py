@@ -5,7 +5,8 @@ own code gets the real tokens of all rows in one row, and no mask: Transformers'
 row's positions begin at 0, which is where Transformers and its flash attention part sequences;
 mostly only distances matter. The last hidden states go back to their places, with zeros
 between them. So the head, the loss and whoever reads the logits see the batch as it was given.
-Recurrent layers get the sequences of the row, see ``recurrent``.
+Recurrent layers get the sequences of the row, see ``recurrent``. Of models that take images too, it
+is the backbone of both that gets the row, in calls with text alone.
 
 Where rows begin with the same tokens, as pairs and groups of completions do with their prompt,
 these are in the row once (``prefixes``), and the mask of the call says who sees them.
