@@ -41,7 +41,7 @@ from transformers import LlamaConfig
 from .attention_blocks import BLOCK
 from .benchmark import Benchmark, Cases
 from .lora_contenders import CONTENDERS as LORA_CONTENDERS
-from .lora_contenders import REENTRANT, Setting
+from .lora_contenders import Setting
 from .lora_step import CHECKPOINTED, QWEN, run_process, save
 from .measure import OUT_OF_MEMORY, Failure, attempt, release_memory
 from .models import Model
@@ -49,7 +49,7 @@ from .names import FP8
 from .row_search import LIMITS, TIMED, WHOLE, Limits, Search, width
 
 POSITIONS = 2**21
-CONTENDERS = tuple(name for name in LORA_CONTENDERS if name not in (FP8, REENTRANT))
+CONTENDERS = tuple(name for name in LORA_CONTENDERS if name != FP8)
 QWEN_CONFIG = copy.deepcopy(QWEN.config)
 QWEN_CONFIG.max_position_embeddings = POSITIONS
 # gaps of the allocator are part of the limit: no contender shall have more of them than need be

@@ -256,13 +256,6 @@ def _ours_offloaded(request: Request, setting: Setting) -> Any:
     return model
 
 
-def _ours_reentrant(request: Request, setting: Setting) -> Any:
-    model = _ours(request, setting)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()  # without them, reentrant checkpoints give no gradients
-    return model
-
-
 def _ours_fp8(request: Request, setting: Setting) -> Any:
     model = _eager(replace(request, device="cpu"), setting)
     quantize_base(model, "fp8", device=request.device).to(request.device)
@@ -270,7 +263,6 @@ def _ours_fp8(request: Request, setting: Setting) -> Any:
     return model
 
 
-REENTRANT = f"{OURS}, reentrant"  # with checkpoints alone, as OFFLOADED
 CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     "eager": _eager,
     "Liger-Kernel": _liger,
@@ -278,7 +270,6 @@ CONTENDERS: dict[str, Callable[[Request, Setting], Any]] = {
     OURS: _ours,
     FP8: _ours_fp8,
     OFFLOADED: _ours_offloaded,
-    REENTRANT: _ours_reentrant,
 }
 
 
@@ -292,7 +283,7 @@ def is_measured(contender: str, setting: Setting) -> bool:
         return False  # it does not train adapters of experts
     if contender == FP8:
         return bool(setting.rank) and not (setting.quantized or setting.experts)
-    return contender not in (OFFLOADED, REENTRANT) or setting.checkpointing
+    return contender != OFFLOADED or setting.checkpointing
 
 
 def held_model(config: Any, lora: dict[str, Any], quant_type: str, device: str) -> Any:

@@ -13,8 +13,7 @@ has the longest first step. Memory is the peak of the process, weights included.
 
 Attention is PyTorch's SDPA. Unsloth chooses its own: SDPA too without flash-attn and xformers, but
 flex attention for Gemma 3, whose sliding windows SDPA computes with a mask. Checkpointing is
-Transformers' (non-reentrant but for the contender of that name), and Unsloth's own, which compiles
-each layer.
+Transformers' non-reentrant, and Unsloth's own, which compiles each layer.
 """
 
 from __future__ import annotations

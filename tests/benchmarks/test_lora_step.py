@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks import row_search
 from benchmarks.frozen_base_check import run_case as run_check
 from benchmarks.longest_row import summary
-from benchmarks.lora_contenders import REENTRANT, Request, Setting, is_measured, rows
+from benchmarks.lora_contenders import Request, Setting, is_measured, rows
 from benchmarks.lora_step import CHECKPOINTED, SETTINGS
 from benchmarks.models import Model
 from benchmarks.names import FP8, LOWER_BOUND, OURS
@@ -86,14 +86,6 @@ def test_a_frozen_base_rounds_the_more_the_fewer_its_bits() -> None:
     assert 0 < error[bf16, "eager"] < error[bf16, FP8] < error[nf4, OURS] < 1
     assert error[bf16, OURS] == pytest.approx(error[bf16, "eager"], rel=0.5)
     assert error[nf4, OURS] == pytest.approx(error[nf4, "eager"], rel=0.5)
-
-
-def test_reentrant_checkpoints_are_another_contender(request_of: Callable[..., Request]):
-    """They train the same adapters, of the first layer too."""
-    found = [row for name in (OURS, REENTRANT) for row in rows(request_of(name, CHECKPOINTED[0]))]
-    assert [row["contender"] for row in found] == [OURS, REENTRANT]
-    assert found[0]["gradient_norm"] == pytest.approx(found[1]["gradient_norm"], rel=1e-6)
-    assert not is_measured(REENTRANT, SETTINGS[0])  # without checkpoints
 
 
 LIMITS = Limits((1.0, 2.0), step=8, most=96, timed=(16,), whole=8, rounds=1)
