@@ -17,9 +17,8 @@ from .markdown import (
     time_and_memory,
     versions_of,
 )
-from .names import EAGER, KERNELS_OF_OTHERS, LOWER_BOUND, OURS, PYTORCH, QUACK, UNSLOTH
+from .names import EAGER, FP8, KERNELS_OF_OTHERS, LOWER_BOUND, OURS, PYTORCH, QUACK, UNSLOTH
 
-RATIO = f"{OURS} / {UNSLOTH}, time and memory"
 
 
 PEERS = {  # of a head, which a report may lack -> what they are
@@ -72,9 +71,10 @@ def _with_tokens(row: Row) -> str:
 
 def lora_steps_table(report: dict) -> str:
     rows = report["lora_steps"]
-    cells, ratio_of = cells_of("training step, ms / GiB", rows, model_of), ratios(rows)
+    ours = FP8 if any(row["contender"] == FP8 for row in rows) else OURS
+    cells, ratio_of = cells_of("training step, ms / GiB", rows, model_of), ratios(rows, ours)
     cells = [[*line, ratio_of.get(line[0], "")] for line in cells]
-    cells[0][-1] = RATIO
+    cells[0][-1] = f"{ours} / {UNSLOTH}, time and memory"
     return document(
         report, cells, f". The longest first step, kernels compiled: {first_steps(rows)}."
     )
@@ -134,8 +134,8 @@ def convergence_table(report: dict) -> str:
     return document(report, losses(report), note)
 
 
-def ratios(rows: list[dict]) -> dict[str, str]:
-    """Return our time and memory over Unsloth's by row, where both are right."""
+def ratios(rows: list[dict], ours: str) -> dict[str, str]:
+    """Return time and memory of one of ours over Unsloth's by row, where both are right."""
     found = {}
     for name in dict.fromkeys(row["model"] for row in rows):
         timed = {
@@ -143,9 +143,9 @@ def ratios(rows: list[dict]) -> dict[str, str]:
             for row in rows
             if row["model"] == name and "ms" in row and not row.get("wrong")
         }
-        if OURS in timed and UNSLOTH in timed:
-            ours, peer = timed[OURS], timed[UNSLOTH]
-            time, memory = (ours[field] / peer[field] for field in ("ms", "peak_mib"))
+        if ours in timed and UNSLOTH in timed:
+            own, peer = timed[ours], timed[UNSLOTH]
+            time, memory = (own[field] / peer[field] for field in ("ms", "peak_mib"))
             found[name] = f"{time:.2f} / {memory:.2f}"
     return found
 
