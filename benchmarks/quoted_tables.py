@@ -19,8 +19,6 @@ from .markdown import (
 )
 from .names import EAGER, FP8, KERNELS_OF_OTHERS, LOWER_BOUND, OURS, PYTORCH, QUACK, UNSLOTH
 
-
-
 PEERS = {  # of a head, which a report may lack -> what they are
     PYTORCH: "PyTorch's own linear_cross_entropy (needs torch 2.13)",
     QUACK: "QuACK",
