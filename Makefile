@@ -29,7 +29,7 @@ SMOKE := $(addprefix tests/,test_every_architecture.py test_images_and_sound.py 
 SMOKE_TRITON := $(addprefix tests/kernels/test_,linear_cross_entropy.py rms_norm.py rotary.py gated.py)
 
 .PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci test-newest check
-.PHONY: release-check hub-kernel bench docs clean
+.PHONY: release-check bench docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -73,9 +73,6 @@ check: setup ## formatting, lint, types
 
 release-check: setup ## build sdist and wheel, install and run them in new environments
 	$(VENV)/bin/python tests/release_check.py $(ARGS)
-
-hub-kernel: setup ## lay out the operators for Hugging Face's kernels, in build/hub-kernel
-	$(VENV)/bin/python tests/hub_kernel.py $(ARGS)
 
 bench: setup ## time and memory beside peers (BENCH=training_step ARGS="--help")
 	$(VENV)/bin/python -m benchmarks $(BENCH) $(ARGS)
