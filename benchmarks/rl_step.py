@@ -47,7 +47,7 @@ from .rl_updates import (
 from .training_step import agrees, run_model
 
 GENERATION = "generation by transformers"  # a row beside the contenders
-BANDWIDTH = 3.35e12  # bytes a second: https://www.nvidia.com/en-us/data-center/h100 (SXM)
+BANDWIDTH = 4.8e12  # bytes a second: https://www.nvidia.com/en-us/data-center/h200
 CONTENDERS: dict[str, dict[str, float]] = {  # to our constants that leave tokens out
     "TRL": {},
     "liger_patch, padded": {"LEAST_SAVED": 1.0},

@@ -83,7 +83,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
     "moe_steps": (lora_steps_table, "moe_step", ""),
     "rl_steps": (rl_steps_table, "rl_step", ""),
     "grpo_steps": (rl_steps_table, "rl_step_grpo", "generation"),
-    "grpo_unsloth_steps": (rl_steps_table, "rl_step_unsloth", ""),
+    "grpo_unsloth_steps": (rl_steps_table, "rl_step_unsloth", "generation|contender TRL"),
     "distillation": (distillation_table, "distillation", "Qwen3-0.6B"),
     "longest_rows": (longest_rows_table, "longest_row", "timed |gib (80|139)"),
     "benchmark": (
