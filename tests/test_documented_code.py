@@ -22,7 +22,7 @@ import yaml
 from documents import DOCUMENTS, ROOT, Block, blocks
 from tiny_models import tiny_batch, tiny_model
 from tiny_text import prompts_and_completions, tiny_tokenizer
-from trainers import QUIET
+from trainers import QUIET, samples_of
 
 import liger_patch
 from liger_patch.__main__ import _parser
@@ -97,8 +97,7 @@ def test_the_first_block_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: 
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained("model").train()
-    rows = tiny_batch(model, batch=4)
-    data = [{name: value[i] for name, value in rows.items()} for i in range(4)]
+    data = samples_of(tiny_batch(model, batch=4))
     if "SFTTrainer" in code:
         datasets = pytest.importorskip("datasets")
         data = prompts_and_completions(8)

@@ -20,16 +20,19 @@ QUIET: dict[str, Any] = {  # on the CPU, with a log of each step, and no other o
 }
 
 
+def samples_of(batch: dict[str, Tensor]) -> Any:
+    """The rows of a batch, as a trainer takes them."""
+    return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+
+
 def losses_and_norms(model: Any, folder: Path, batch: dict[str, Tensor], **options: Any) -> Tensor:
     """Train a model with Transformers' Trainer on the rows of a batch. Return (steps, 2): the loss
     and the norm of the gradients of each step.
     """
     from transformers import Trainer, TrainingArguments
 
-    rows = len(batch["input_ids"])
-    samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(rows)]
     arguments = TrainingArguments(str(folder), **QUIET, **options)
-    trainer = Trainer(model, arguments, train_dataset=samples)
+    trainer = Trainer(model, arguments, train_dataset=samples_of(batch))
     trainer.train()
     history = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
     assert len(history) == arguments.max_steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_batch, tiny_model
-from trainers import QUIET
+from trainers import QUIET, samples_of
 
 from liger_patch import apply_patch
 from liger_patch.integrations import metrics
@@ -24,8 +24,7 @@ METRICS = ["eval_accuracy", "eval_perplexity", "eval_entropy", "eval_loss"]
 
 
 def evaluate(folder: Path, model: PreTrainedModel, **how: Any) -> dict[str, float]:
-    batch = tiny_batch(model, batch=5, length=24)
-    samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(5)]
+    samples = samples_of(tiny_batch(model, batch=5, length=24))
     samples[3] = {name: value[:17] for name, value in samples[3].items()}
     arguments = TrainingArguments(str(folder), per_device_eval_batch_size=1, **QUIET, **how)
     trainer = Trainer(

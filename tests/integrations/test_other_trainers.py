@@ -17,7 +17,7 @@ import torch
 import yaml
 from documents import ROOT, configuration
 from tiny_models import tiny_batch, tiny_model
-from trainers import QUIET
+from trainers import QUIET, samples_of
 from truths import linear_log_probs
 
 from liger_patch import apply_patch, patch_status
@@ -32,8 +32,7 @@ from liger_patch.integrations.transformers import LigerPatchCallback
 
 
 def make_trainer(folder: Path, model: Any = None, **how: Any) -> Trainer:
-    batch = tiny_batch(tiny_model(), batch=4)
-    samples: Any = [{name: value[i] for name, value in batch.items()} for i in range(4)]
+    samples = samples_of(tiny_batch(tiny_model(), batch=4))
     arguments = TrainingArguments(str(folder), max_steps=1, **QUIET)
     return Trainer(model=model, args=arguments, train_dataset=samples, **how)
 

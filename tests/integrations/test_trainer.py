@@ -4,6 +4,7 @@ of a trainer's own read its logits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,28 +16,104 @@ import torch
 from exactness import assert_no_worse, assert_same_bits
 from offloaded_models import offloaded
 from slow_cases import slow_but
-from tiny_models import Batch
+from tiny_models import Batch, tiny_batch, tiny_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from trainer_runs import (
-    LENGTH,
-    MODEL_TYPES,
-    assert_same_training,
-    eager_and_patched,
-    losses,
-    make_model,
-    make_samples,
-    make_trainer,
-    train,
-)
-from trainers import LargestTensor
-from training_step import assert_fused, assert_right, widened
-from transformers import Trainer, TrainingArguments
+from trainers import QUIET, LargestTensor, samples_of
+from training_step import Float64, Step, assert_fused, assert_right, assert_same_step, widened
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.patch.flags import RETURN_LOGITS
 
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
+MODEL_TYPES = ["llama", "gemma2", "qwen3_moe", "gemma3"]  # plain, softcap, auxiliary loss, vision
+LENGTH = 9  # tokens of a sample
+
+
+def make_model(model_type: str = "llama") -> PreTrainedModel:
+    """A tiny model; of a mixture of experts, one with its auxiliary loss."""
+    model = tiny_model(model_type)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+    return model
+
+
+def eager_and_patched(model_type: str = "llama", **options: Any) -> tuple[Any, Any]:
+    return make_model(model_type), apply_patch(make_model(model_type), **options)
+
+
+def make_samples(model: PreTrainedModel, count: int = 10) -> list[Batch]:
+    """With different numbers of supervised tokens."""
+    return samples_of(tiny_batch(model, batch=count, length=LENGTH))
+
+
+class GradientsOfEachStep(TrainerCallback):
+    def __init__(self) -> None:
+        self.gradients: Step = {}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        for name, parameter in kwargs["model"].named_parameters():
+            gradient = None if parameter.grad is None else parameter.grad.clone()
+            self.gradients[f"{state.global_step} {name}"] = gradient
+
+
+def make_trainer(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    trainer_class: type[Trainer] = Trainer,
+    samples: list[Batch] | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    compute_metrics: Callable | None = None,
+    compute_loss_func: Callable | None = None,
+    **arguments: Any,
+) -> Trainer:
+    """With plain SGD without clipping: a loss that is scaled wrongly trains wrongly."""
+    defaults = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        **QUIET,
+    }
+    data: Any = make_samples(model) if samples is None else samples
+    return trainer_class(
+        model=model,
+        args=TrainingArguments(str(folder), **{**defaults, **arguments}),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=callbacks,
+        compute_metrics=compute_metrics,
+        compute_loss_func=compute_loss_func,
+    )
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train(model: PreTrainedModel, folder: Path, **options: Any) -> Step:
+    """The loss of each step and each gradient before each optimizer step."""
+    recorder = GradientsOfEachStep()
+    trainer = make_trainer(model, folder, callbacks=[recorder], **options)
+    with Float64() if model.dtype == torch.float64 else contextlib.nullcontext():
+        trainer.train()
+    assert trainer.state.global_step == len(losses(trainer)) > 1
+    return {"loss": torch.tensor(losses(trainer), dtype=torch.float64), **recorder.gradients}
+
+
+def assert_same_training(model_type: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """Hold every loss and gradient to eager's, in float64, and return the patched model."""
+    truth = train(widened(make_model(model_type)), folder, **options)
+    model = apply_patch(widened(make_model(model_type)))
+    assert_same_step(train(model, folder, **options), truth)
+    return model
 
 
 @pytest.mark.parametrize("gradient_accumulation_steps", slow_but([4], [1, 4]))

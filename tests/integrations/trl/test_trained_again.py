@@ -13,6 +13,7 @@ import torch
 import transformers
 from exactness import assert_same_bits
 from tiny_models import tiny_batch, tiny_model
+from trainers import samples_of
 from training_step import Step, assert_fused, assert_right, widened
 from transformers import PreTrainedModel
 from trl_models import (
@@ -40,10 +41,8 @@ def transformers_trainer(
 ) -> Any:
     if patch:
         apply_patch(model)
-    batch = tiny_batch(model)
-    samples = [{name: value[i] for name, value in batch.items()} for i in range(2)]
     config = transformers.TrainingArguments(str(folder), **{**DEFAULTS, "bf16": bf16})
-    return transformers.Trainer(model, config, train_dataset=samples)
+    return transformers.Trainer(model, config, train_dataset=samples_of(tiny_batch(model)))
 
 
 @pytest.mark.parametrize(
