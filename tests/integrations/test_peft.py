@@ -1,7 +1,11 @@
-"""PEFT: adapters of a patched model train and merge as the eager one's, wherever it was patched."""
+"""PEFT: adapters of a patched model train and merge as the eager one's, wherever it was patched;
+also by Trainer, on kernels.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from exactness import assert_no_worse
+from lora_models import ALL, MLP, OUT, QKV, Calls, adapted, peft
 from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import assert_same_step, call, step, widened
+from trainers import losses_and_norms
+from training_step import Float64, assert_same_step, call, step, widened
 
 from liger_patch import apply_patch, patch_status, revert_patch
 from liger_patch.deferred.tensor import DeferredLogits
-
-peft = pytest.importorskip("peft")
 
 # PEFT says so where an adapter touches a tied head, which is what is tested.
 # An older PEFT ties no adapters of tied layers, and says so.
@@ -293,3 +297,49 @@ def test_adapters_that_peft_unmerges_when_the_head_is_called_are_fused() -> None
         assert patch_status(model).fused
         torch.testing.assert_close(unmerged.loss, plain.loss)
         torch.testing.assert_close(unmerged.logits.sum(), plain.logits.sum())
+
+
+def trained(model: Any, folder: Path, **options: Any) -> dict[str, Tensor]:
+    """The losses and gradient norms of five steps of Trainer, and the adapters behind them."""
+    how = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options |= {"learning_rate": 0.05, "optim": "sgd", **how}
+    batch = tiny_batch(model.get_base_model(), batch=8)
+    history = losses_and_norms(model, folder, batch, **options)
+    adapters = [p.detach().double().flatten() for n, p in model.named_parameters() if "lora_" in n]
+    return {"losses and norms": history, "adapters": torch.cat(adapters)}
+
+
+@pytest.mark.usefixtures("imported_objects_are_not_collected")
+@pytest.mark.filterwarnings("ignore:torch.cpu.amp.autocast:FutureWarning")
+@pytest.mark.parametrize(
+    ("bf16", "checkpoints"),
+    slow_but(
+        [(False, None), (True, False), (True, True)],
+        list(itertools.product([False, True], [None, False, True])),
+    ),
+)
+def test_trainers_loss_curve_of_lora_on_kernels_is_eagers(
+    bf16: bool, checkpoints: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With float32 adapters under autocast, as Trainer(bf16=True) runs them."""
+    calls = Calls(monkeypatch)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    eager_model = adapted(dtype=dtype)
+    model, wide = apply_patch(copy.deepcopy(eager_model)), copy.deepcopy(eager_model).double()
+    options: dict[str, Any] = {"bf16": bf16}
+    if checkpoints is not None:
+        options["gradient_checkpointing"] = True
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpoints}
+        for each in (eager_model, model):
+            each.enable_input_require_grads()
+    eager = trained(eager_model, tmp_path, **options)
+    calls.clear()
+    ours = trained(model, tmp_path, **options)
+    groups, by_peft = calls.taken(model)
+    assert (groups[:3], by_peft) == ([QKV, OUT, MLP], [])
+    times = 1 if checkpoints is None else 2  # of two layers, two batches in each of five steps
+    assert sum(map(len, groups)) == len(ALL) * 2 * 2 * 5 * times
+    assert patch_status(model).fused
+    with Float64():
+        truth = trained(wide, tmp_path)
+    assert_no_worse(ours, eager, truth, dtype)
