@@ -3,6 +3,7 @@ several files.
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def earlier_objects_are_not_collected() -> None:
 def same_random_numbers() -> None:
     """Whichever tests run, and in whichever process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LIGER_PATCH_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,6 @@ from liger_patch.kernels.head import logits as head_logits
 FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
 
 
-@pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FLAGS:
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-FLAGS = ("LIGER_PATCH_RETURN_LOGITS", "LIGER_PATCH_VERIFY", "LIGER_PATCH_CHUNK_MIB")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def trl_is_imported() -> Iterator[None]:
@@ -21,12 +19,6 @@ def trl_is_imported() -> Iterator[None]:
     gc.freeze()
     yield
     datasets.enable_progress_bars()
-
-
-@pytest.fixture(autouse=True)
-def no_flag_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FLAGS:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
