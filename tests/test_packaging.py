@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "liger_patch"
 NAMESPACES = ("kernels", "integrations")
+TOP, LEAVES = {"__init__", "__main__"}, {"registry", "subclass"}  # import all; import no other
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # The oldest Python that constraints.txt works on.
 TESTED_ON = {"python_version": "3.11", "sys_platform": "linux"}
@@ -73,28 +76,6 @@ def test_wheel_holds_the_package_only(source: str, tmp_path: Path):
     sources = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     assert files == sources | {"liger_patch/py.typed"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-
-
-@pytest.mark.slow  # `make release-check` installs both builds, and runs them
-def test_wheel_imports_from_elsewhere(tmp_path: Path):
-    wheel = _build_wheel("sdist", tmp_path)
-    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
-    _python("-m", "pip", *install, str(wheel), cwd=elsewhere)
-    found = _python(
-        "-c",
-        "import importlib.metadata, liger_patch\n"
-        "from liger_patch.kernels import linear_cross_entropy as operator\n"
-        "assert liger_patch.__version__ == importlib.metadata.version('liger_patch')\n"
-        "print(liger_patch.__file__, operator.__file__, sep='\\n')",
-        cwd=elsewhere,
-        path=installed,
-    )
-    assert [Path(line).resolve() for line in found.splitlines()] == [
-        (installed / "liger_patch" / "__init__.py").resolve(),
-        (installed / "liger_patch" / "kernels" / "linear_cross_entropy.py").resolve(),
-    ]
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
@@ -175,3 +156,35 @@ def test_the_makefile_names_test_files_that_are_there() -> None:
     files = [f"{prefix}{name}" for prefix, names in lists for name in names.split()]
     assert len(files) > 5
     assert not [file for file in files if not (ROOT / file).exists()]
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Return (a, b) where a may import b, by the paragraph of the folders."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = text.split("### Folders")[1].split("Within `kernels`")[0].replace("\n", " ")
+    found: set[tuple[str, str]] = set()
+    for chain in re.findall(r"`\w+`(?:, `\w+`)*(?: -> `\w+`)+", text):
+        groups = [re.findall(r"\w+", group) for group in chain.split(" -> ")]
+        for above, below in itertools.pairwise(groups):
+            found |= set(itertools.product(above, below))
+    while further := {(a, d) for a, b in found for c, d in found if b == c} - found:
+        found |= further
+    return found
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """Yield the file, its folder or module, and that of each import of this package."""
+    for path in PACKAGE.rglob("*.py"):
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("liger_patch."):
+                yield path.name, own, (node.module or "").split(".")[1]
+
+
+def test_no_import_runs_upwards() -> None:
+    allowed = arrows()
+    assert not any(a == b for a, b in allowed)
+    found = {each for each in imports() if each[1] != each[2] and each[1] not in TOP}
+    assert len(found) > 100
+    upwards = {each for each in found if each[2] not in LEAVES and each[1:] not in allowed}
+    assert not upwards
