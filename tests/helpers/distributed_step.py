@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,8 @@ from gloo_group import Collective, each_case, record_collectives
 from tiny_models import tiny_batch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from liger_patch import apply_patch, deferred_logits, distillation_loss, patch_status
 from liger_patch.deferred.record import HeadCall
@@ -36,7 +39,7 @@ LOSS_ERROR, ERROR = 1e-6, 1e-5  # in float32, of the largest value
 NUM_ITEMS = 25  # of labels, in the mean of each forward pass with --labels
 
 
-def check(arguments: argparse.Namespace, *_: object) -> None:
+def check(arguments: argparse.Namespace, folder: Path, _: str) -> None:
     with record_collectives() as eager_collectives:
         expected = train(make_engine(arguments, patch=False), arguments)
     with (
@@ -76,6 +79,8 @@ def check(arguments: argparse.Namespace, *_: object) -> None:
     compare(results, expected, arguments)
     if arguments.alone:
         compare(results, train_alone(engine, arguments), arguments)
+    if arguments.checkpoint:
+        check_checkpoint(engine, arguments, folder / arguments.engine)
     if arguments.late == "step":
         check_read_after_step(engine, arguments)
     elif arguments.late:
@@ -301,6 +306,32 @@ def named(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"gradient of {name}": each for name, each in gradients.items()}
 
 
+def check_checkpoint(engine: Engine, arguments: argparse.Namespace, folder: Path) -> None:
+    """A sharded one, through PyTorch's own functions (DCP) or accelerate's, has an unpatched
+    model's keys, and gives its weights to an unpatched and to a patched model.
+    """
+    batch, expected = batch_of(engine, 9, arguments), engine.weights()
+    loss = engine.module(**batch).loss.detach()
+    state = get_model_state_dict(engine.module)
+    assert state.keys() == get_model_state_dict(make_engine(arguments, patch=False).module).keys()
+    if engine.accelerator is not None:
+        engine.accelerator.save_state(str(folder))
+    else:
+        checkpoint.save(state, checkpoint_id=folder)
+    for patched in (False, True):
+        loaded = make_engine(arguments, patch=patched)
+        assert any(not w.equal(expected[n]) for n, w in loaded.weights().items())
+        if loaded.accelerator is not None:
+            loaded.accelerator.load_state(str(folder))
+        else:
+            state = get_model_state_dict(loaded.module)
+            checkpoint.load(state, checkpoint_id=folder)
+            set_model_state_dict(loaded.module, state)
+        for name, weight in loaded.weights().items():
+            assert weight.equal(expected[name]), f"{name}, patched: {patched}"
+        torch.testing.assert_close(loaded.module(**batch).loss.detach(), loss)
+
+
 def check_read_after_step(engine: Engine, arguments: argparse.Namespace) -> None:
     engine.backward(engine.module(**batch_of(engine, 8, arguments)).loss)
     engine.end_batch()
@@ -358,6 +389,7 @@ if __name__ == "__main__":
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--distil", action="store_true", help="from another such model")
     parser.add_argument("--alone", action="store_true", help="compares with one process")
+    parser.add_argument("--checkpoint", action="store_true", help="is saved and loaded")
     parser.add_argument("--leftover", action="store_true", help="a forward without a backward pass")
     parser.add_argument("--distrusted", action="store_true", help="on one rank, the model is")
     parser.add_argument("--fallback", default="")

@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from engines import ENGINES
+from engines import ENGINES, base_of
 from exactness import assert_no_worse
 from gloo_group import each_case
-from lora_models import ROWS, adapted
+from lora_models import adapted
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from torch import distributed as dist
@@ -27,16 +27,15 @@ LONG_BYTES, SLICE_BYTES = 2**31, 5 * 8 * 64 * 7  # 7 tokens of 64 float64 featur
 
 def step(engine: str, model: Any, layers: Any = True, length: int = 9) -> dict[str, Tensor]:
     """The loss, and the gradients that this rank holds, by name; in float64."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     engined = ENGINES[engine](apply_patch(model.train(), layers=layers))
-    loss = engined.module(**tiny_batch(base, seed=dist.get_rank(), length=length)).loss
+    loss = engined.module(**tiny_batch(base_of(model), seed=dist.get_rank(), length=length)).loss
     loss.backward()
     return {"loss": loss.detach(), **engined.gradients()}
 
 
 def checkpointed(kind: str, reentrant: bool) -> Any:
     """A model in float64, with adapters or without."""
-    model: Any = adapted() if kind == "lora" else tiny_model(ROWS["llama"])
+    model: Any = adapted() if kind == "lora" else tiny_model()
     if kind == "lora":
         model.enable_input_require_grads()
     model.double().gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -1,6 +1,4 @@
-"""The table in docs/distributed.md, which test_distributed runs (UPDATE_README=1 writes it), and
-the examples for several processes.
-"""
+"""The examples for several processes, as their commands start them."""
 
 from __future__ import annotations
 
@@ -14,30 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from documents import check_section
-from engine_cases import table
+from documents import ROOT
+from gloo_group import COMMON
 
 pytest.importorskip("accelerate", minversion="1.15")
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("deepspeed")
 pytest.importorskip("peft")
 
-ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "distributed.md"
 
 
 def printed_by(*module: str) -> str:
     """Run a module of Python in the root of the repository, and return what it prints."""
-    folders = [str(ROOT / "tests" / "helpers"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    own = {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, "-m", *module], env=os.environ | own, **how)
+    done = subprocess.run([sys.executable, "-m", *module], env=os.environ | COMMON, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def test_the_document_has_the_table_of_the_cases() -> None:
-    check_section(DOCUMENT, "engines", table())
 
 
 @pytest.mark.slow
