@@ -1,10 +1,16 @@
-"""The benchmarks of LoRA steps and of the longest rows: their contenders, on a CPU."""
+"""The benchmarks of LoRA steps, of the longest rows and of updates of TRL's trainers: their
+contenders, on a CPU.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +18,29 @@ from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import row_search
+from benchmarks.__main__ import main
 from benchmarks.frozen_base_check import run_case as run_check
 from benchmarks.longest_row import summary
 from benchmarks.lora_contenders import Request, Setting, is_measured, rows
 from benchmarks.lora_step import CHECKPOINTED, SETTINGS
+from benchmarks.markdown import plain_table
 from benchmarks.models import Model
-from benchmarks.names import FP8, LOWER_BOUND, OURS
+from benchmarks.names import FP8, LOWER_BOUND, OFFLOADED, OURS
+from benchmarks.rl_step import CONTENDERS, GENERATION, run_update
+from benchmarks.rl_updates import GROUP, Update
 from benchmarks.row_search import Limits, Search
 from benchmarks.sft_step import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning"
+    "ignore:.*gradient_checkpointing(_enable|_disable)?. is deprecated:FutureWarning",
+    "ignore:liger_patch offloads no checkpoint",  # of a CPU
 )
 # multiples of 64: bitsandbytes 0.50 takes scales of other blocks for other sizes on a CPU
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-TINY = Model("tiny", LlamaConfig(**SIZES, **HEADS), sequences=2, length=9)
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+}
+TINY = Model("tiny", LlamaConfig(**SIZES), sequences=2, length=9)
 
 
 @pytest.fixture
@@ -107,3 +120,56 @@ def test_a_contender_searches_up_to_the_most(request_of: Callable[..., Request],
     assert small["at_least"]
     assert large["at_least"]
     assert not any("failure" in row for row in steps)
+
+
+@pytest.mark.slow
+def test_the_gradients_of_a_row_are_those_of_its_blocks(tmp_path: Path, capsys, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    whole = torch.nn.functional.scaled_dot_product_attention
+    # which is put back behind the test
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", whole)
+    assert main(["long_row_check", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "long_row_check.json").read_text(encoding="utf-8"))
+    rows = report["long_row_check"]
+    assert all(row["holds"] for row in rows)
+    assert [row["tokens"] for row in rows] == [64, 160, 64, 64, 64, 64, 160, 160, 160]
+    errors = [row for row in rows if "error" in row]
+    assert all(0 < row["eager_error"] < 0.05 for row in errors)
+    assert all(row["error"] > 0 for row in errors)
+    assert {row["loss"] > 0 for row in rows if "loss" in row} == {True}
+    table = plain_table(rows)
+    assert table in capsys.readouterr().out
+    assert "160     gradient of the embeddings, 80 to 95 " in table
+
+
+TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+GRPO = Update("tiny", TIED, 2 * GROUP, lora_rank=4, trainer="GRPO", prompt=4, completion=6)
+DPO = replace(GRPO, sequences=4, trainer="DPO")
+
+
+@pytest.mark.parametrize(
+    ("update", "checkpointing"),
+    slow_but([(DPO, False), (GRPO, True)], [*product([DPO, GRPO], [False, True])]),
+    ids=lambda value: getattr(value, "trainer", str(value)),
+)
+def test_updates_are_run_with_trls_head_and_with_ours(update: Update, checkpointing: bool):
+    pytest.importorskip("trl", reason="the updates are TRL's")
+    update = replace(update, checkpointing=checkpointing)
+    rows = [*run_update(update, rounds=1, names=CONTENDERS, device="cpu")]
+    expected = [name for name in CONTENDERS if checkpointing or name != OFFLOADED]
+    assert [row["contender"] for row in rows] == expected
+    assert not any("wrong" in row for row in rows)
+    assert all(row["ms"] > 0 < row["gradient_norm"] for row in rows)
+    assert all(row["tokens"] == rows[0]["tokens"] > 0 for row in rows)  # no flash attention here
+    if update.trainer == "DPO":  # its reference has the policy's numbers: nothing else is compared
+        assert all(row["loss"] == pytest.approx(log(2), rel=1e-6) for row in rows)
+
+
+def test_generation_is_measured_beside_updates(capsys):
+    pytest.importorskip("trl", reason="the updates are TRL's")
+    rows = [*run_update(GRPO, rounds=1, names=["TRL"], generation=True, device="cpu")]
+    assert [row["contender"] for row in rows] == ["TRL", GENERATION]
+    assert rows[-1]["ms"] > 0
+    said = capsys.readouterr().out
+    assert f"tiny: {rows[-1]['steps']} steps of generation in " in said
+    assert "  TRL: " in said
