@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from documents import ROOT, configuration
+from documents import ROOT, blocks, configuration
 from tiny_models import tiny_batch, tiny_model
+from torch.utils.data import DataLoader
 from trainers import QUIET, samples_of
 from truths import linear_log_probs
 
@@ -255,3 +256,51 @@ def test_verls_fused_head(
         found = torch.stack([each.view(2, 5) for each in found])
         results.append([found, *torch.autograd.grad((found * weights).sum(), [x, weight])])
     torch.testing.assert_close(*results)
+
+
+def class_in_the_docs() -> Any:
+    """``Model``, with a learning rate that a tiny model needs."""
+    (code,) = (block.code for block in blocks() if block.place == "integrations.md: Lightning")
+    assert "lr=1e-5" in code
+    names: dict[str, Any] = {}
+    exec(code.replace("lr=1e-5", "lr=1e-2"), names)
+    return names["Model"]
+
+
+# Lightning 2.6 with torch 2.13
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_lightnings_class_in_the_docs_trains_fused(precision: Any, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning")
+    losses: list[float] = []
+
+    class Losses(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(outputs["loss"].item())
+
+    plain = tiny_model()
+    plain.save_pretrained(tmp_path)
+    batch = tiny_batch(plain, batch=4)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        precision=precision,
+        max_epochs=5,
+        callbacks=[Losses()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    module = class_in_the_docs()(str(tmp_path))
+    trainer.fit(module, DataLoader([batch], batch_size=None))
+    assert patch_status(module.model).fused
+    assert module.model.training
+    if precision == "32-true":
+        with torch.no_grad():
+            assert losses[0] == pytest.approx(plain.train()(**batch).loss.item(), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+    # Lightning may call it again
+    before = module.model
+    module.configure_model()
+    assert module.model is before
