@@ -22,14 +22,9 @@ def garbage_is_not_collected() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
 @pytest.mark.parametrize("use", ["nothing", "step", "read logits", "fallback", "revert", "error"])
-def test_a_deleted_model_is_freed_at_once(
-    patch: bool, use: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model()
-    if patch:
-        apply_patch(model)
+def test_a_deleted_model_is_freed_at_once(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply_patch(tiny_model())
     batch = tiny_batch(model)
     outputs = None
     if use == "error":
@@ -50,11 +45,8 @@ def test_a_deleted_model_is_freed_at_once(
     assert [reference() for reference in dead] == [None] * 3
 
 
-@pytest.mark.parametrize("patch", [False, True], ids=["eager", "patched"])
-def test_outputs_are_freed_at_once(model: Any, patch: bool) -> None:
-    if patch:
-        apply_patch(model)
-    outputs = call(model, tiny_batch(model))
+def test_outputs_are_freed_at_once(model: Any) -> None:
+    outputs = call(apply_patch(model), tiny_batch(model))
     view = outputs.logits[:, 1:] * 2
     outputs.loss.backward()
     dead = [weakref.ref(outputs.loss), weakref.ref(outputs.logits), weakref.ref(view)]
