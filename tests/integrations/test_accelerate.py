@@ -59,25 +59,42 @@ def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
     assert not logits.is_computed
 
 
+def assert_trains_as_eager(
+    place: Callable[[PreTrainedModel], Any],
+    when: str,
+    batch: Any,
+    model_type: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return the patched model, of which the parameters' gradients are where they are."""
+    plain, results = tiny_model(model_type), {}
+    truth = step(widened(plain), tiny_batch(plain))
+    for patch in ("", when):
+        model = patched_around(place, patch, model_type, **options)
+        results[patch] = step(model, batch)
+    assert_fused(model)
+    for name, parameter in model.named_parameters():
+        assert results[when][name].device == parameter.device, name
+    truth, eager, ours = (
+        {name: value.cpu() for name, value in result.items()}
+        for result in (truth, results[""], results[when])
+    )
+    assert_right(ours, eager, truth, dtype)
+    return model
+
+
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str, when: str) -> None:
     batch = tiny_batch(tiny_model(model_type))
-    results = {}
-    for patch in ("", when):
-        model = patched_around(lambda m: prepare(m, mixed_precision), patch, model_type)
-        results[patch] = step(model, batch)
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    place: Any = lambda model: prepare(model, mixed_precision)  # noqa: E731
+    model = assert_trains_as_eager(place, when, batch, model_type, dtype)
     outputs = call(model, batch)
     assert outputs.loss.dtype == outputs.logits.dtype == torch.float32
     assert_deferred(model, outputs.logits)
-    truth = step(widened(tiny_model(model_type)), batch)
-    assert_right(
-        results[when],
-        results[""],
-        truth,
-        torch.bfloat16 if mixed_precision == "bf16" else torch.float32,
-    )
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -210,25 +227,6 @@ DEVICES = [  # of the decoder, and of the head
     pytest.param("cuda:1", "cuda:0", marks=two_gpus),
     pytest.param("cuda:1", "cuda:1", marks=two_gpus),  # which is not the current device
 ]
-
-
-def assert_trains_as_eager(
-    place: Callable[[PreTrainedModel], Any], when: str, batch: Any, **options: Any
-) -> PreTrainedModel:
-    """Return the patched model, of which the parameters' gradients are where they are."""
-    truth, results = step(widened(tiny_model()), tiny_batch(tiny_model())), {}
-    for patch in ("", when):
-        model = patched_around(place, patch, **options)
-        results[patch] = step(model, batch)
-    assert_fused(model)
-    for name, parameter in model.named_parameters():
-        assert results[when][name].device == parameter.device, name
-    truth, eager, ours = (
-        {name: value.cpu() for name, value in result.items()}
-        for result in (truth, results[""], results[when])
-    )
-    assert_right(ours, eager, truth)
-    return model
 
 
 @pytest.mark.gpu
