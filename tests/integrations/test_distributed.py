@@ -124,11 +124,7 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "DDP": Run(
-        STEP,
-        ("ddp_static", "ddp_unused --layers", "ddp --no-sync --alone"),
-        more=("ddp", "ddp_unused", "ddp --layers", "ddp_static --layers"),
-    ),
+    "DDP": Run(STEP, ("ddp_static", "ddp_unused --layers", "ddp --no-sync --alone")),
     # where the whole model is a unit that frees the head, logits can be read once it is gathered
     # again
     "FSDP2": Run(
@@ -153,11 +149,8 @@ RUNS = {
         ("fully_shard", "peft"),
         more=(
             "fsdp2_mixed",
-            "fsdp2_head --evaluate --labels none --metric",
             "fsdp2_head --leftover",
-            "fsdp2_offload --layers",
             "hsdp_head",
-            "hsdp_replicated_head --layers",
             "fsdp2_head --distrusted",
             "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
         ),
@@ -222,7 +215,6 @@ RUNS = {
         more=(
             "zero3_plain --layers --late backward",
             """zero3 --distil --fallback "as DeepSpeed's ZeRO-3 does\"""",
-            "zero2 --late step",
             "zero3 --distrusted",
             "zero3 --model two_losses --lora --evaluate",
             "zero3 --model two_losses --distrusted",
@@ -256,11 +248,7 @@ RUNS = {
     "plans of Transformers": Run(
         TENSOR_PARALLEL,
         ("transformers --layers --checkpoints", "transformers --packed --layers"),
-        more=(
-            "transformers --layers",
-            "transformers --tied",
-            "transformers --model gemma2 --layers",
-        ),
+        more=("transformers --tied", "transformers --model gemma2 --layers"),
     ),
     # their layers have hooks of PEFT and Transformers, and run their own code
     "adapters on shards": Run(
@@ -317,19 +305,15 @@ RUNS = {
 }
 
 
-def has_unit_of_last_norm() -> bool:
-    return hasattr(pytest.importorskip("accelerate.utils.fsdp_utils"), "_find_final_norm")
-
-
-def has_own_sharding() -> bool:
-    return hasattr(pytest.importorskip("transformers.distributed"), "DistributedConfig")
+def has(module: str, name: str) -> bool:
+    return hasattr(pytest.importorskip(module), name)
 
 
 SKIPS = {  # which of this machine's versions have it
     "fully_shard": lambda: not torch.__version__.startswith("2.6"),  # needs an accelerator there
     "hooks at the top": lambda: checks.TOP_HOOKS is not None,  # torch 2.6 does not tell them
-    "a unit of the last norm": has_unit_of_last_norm,
-    "DistributedConfig": has_own_sharding,
+    "a unit of the last norm": lambda: has("accelerate.utils.fsdp_utils", "_find_final_norm"),
+    "DistributedConfig": lambda: has("transformers.distributed", "DistributedConfig"),
 }
 
 
