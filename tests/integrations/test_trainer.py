@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 pytestmark = pytest.mark.usefixtures("imported_objects_are_not_collected")
 MODEL_TYPES = ["llama", "gemma2", "qwen3_moe", "gemma3"]  # plain, softcap, auxiliary loss, vision
 LENGTH = 9  # tokens of a sample
+OF_TRAINER = ("callbacks", "compute_metrics", "compute_loss_func")
 
 
 def make_model(model_type: str = "llama") -> PreTrainedModel:
@@ -67,12 +68,10 @@ def make_trainer(
     *,
     trainer_class: type[Trainer] = Trainer,
     samples: list[Batch] | None = None,
-    callbacks: list[TrainerCallback] | None = None,
-    compute_metrics: Callable | None = None,
-    compute_loss_func: Callable | None = None,
-    **arguments: Any,
+    **options: Any,
 ) -> Trainer:
     """With plain SGD without clipping: a loss that is scaled wrongly trains wrongly."""
+    of_trainer = {name: options.pop(name) for name in OF_TRAINER if name in options}
     defaults = {
         "max_steps": 3,
         "per_device_train_batch_size": 2,
@@ -85,12 +84,10 @@ def make_trainer(
     data: Any = make_samples(model) if samples is None else samples
     return trainer_class(
         model=model,
-        args=TrainingArguments(str(folder), **{**defaults, **arguments}),
+        args=TrainingArguments(str(folder), **{**defaults, **options}),
         train_dataset=data,
         eval_dataset=data,
-        callbacks=callbacks,
-        compute_metrics=compute_metrics,
-        compute_loss_func=compute_loss_func,
+        **of_trainer,
     )
 
 
