@@ -53,6 +53,14 @@ def prepare(model: PreTrainedModel, mixed_precision: str = "bf16") -> accelerate
     return accelerator
 
 
+def prepared(
+    when: str, model_type: str = "llama", **options: Any
+) -> tuple[PreTrainedModel, accelerate.Accelerator]:
+    made: list[accelerate.Accelerator] = []
+    model = patched_around(lambda m: made.append(prepare(m)), when, model_type, **options)
+    return model, made[0]
+
+
 def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
     assert_fused(model)
     assert isinstance(logits, DeferredLogits)
@@ -101,12 +109,7 @@ def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str,
 def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
     gathered = {}
     for patch in ("", when):
-        model = tiny_model("gemma2")
-        if patch == "before":
-            apply_patch(model, layers=False)
-        accelerator = prepare(model)
-        if patch == "after":
-            apply_patch(model, layers=False)
+        model, accelerator = prepared(patch, "gemma2", layers=False)
         batch = tiny_batch(model)
         outputs = model(**batch)
         accelerator.backward(outputs.loss)
@@ -126,21 +129,16 @@ def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
 @pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
 @pytest.mark.parametrize("when", WHEN)
 def test_an_unwrapped_model_stays_patched(when: str, keep_fp32_wrapper: bool) -> None:
-    def prepare_and_unwrap(model: PreTrainedModel) -> None:
-        accelerators.append(prepare(model))
-
-    accelerators: list[accelerate.Accelerator] = []
-    model = patched_around(prepare_and_unwrap, when)
+    model, accelerator = prepared(when)
     batch = tiny_batch(model)
-    prepared, unprepared = model(**batch).loss, apply_patch(tiny_model())(**batch).loss
-    assert prepared != unprepared
-    unwrapped = accelerators[0].unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
-    assert unwrapped is model
+    before, unprepared = model(**batch).loss, apply_patch(tiny_model())(**batch).loss
+    assert before != unprepared
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper) is model
     outputs = model(**batch)
     assert_deferred(model, outputs.logits)
     # a forward that accelerate had replaced before the patch stays replaced
     stays_bf16 = keep_fp32_wrapper or when == "after"
-    assert torch.equal(outputs.loss, prepared if stays_bf16 else unprepared)
+    assert torch.equal(outputs.loss, before if stays_bf16 else unprepared)
     assert isinstance(model(**batch, return_dict=False)[1], Tensor)
 
 
