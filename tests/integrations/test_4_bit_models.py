@@ -39,15 +39,19 @@ class Checkpoint(NamedTuple):
     folder: Path
 
 
-def save_checkpoint(model_type: str, folder: Path) -> Checkpoint:
-    """Save a tiny model in bf16."""
-    config = tiny_model(model_type).config
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    """A tiny model in bf16."""
+    config = tiny_model(request.param).config
     # on CPUs with AVX-512, bitsandbytes 0.50 takes the scales of wrong blocks for a layer whose
     # inputs are no multiple of 64
     config.hidden_size, config.intermediate_size = 64, 128
     config.head_dim = 64 // config.num_attention_heads
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
+    folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
     return Checkpoint(model, folder)
 
@@ -85,13 +89,6 @@ def dequantized(model: Any) -> Any:
                 setattr(module, name, plain)
     model.gradient_checkpointing_disable()  # Float64 is not there for what is computed again
     return model.double()
-
-
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Checkpoint:
-    return save_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")

@@ -258,15 +258,6 @@ def test_verls_fused_head(
     torch.testing.assert_close(*results)
 
 
-def class_in_the_docs() -> Any:
-    """``Model``, with a learning rate that a tiny model needs."""
-    (code,) = (block.code for block in blocks() if block.place == "integrations.md: Lightning")
-    assert "lr=1e-5" in code
-    names: dict[str, Any] = {}
-    exec(code.replace("lr=1e-5", "lr=1e-2"), names)
-    return names["Model"]
-
-
 # Lightning 2.6 with torch 2.13
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
@@ -292,7 +283,11 @@ def test_lightnings_class_in_the_docs_trains_fused(precision: Any, tmp_path: Pat
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
-    module = class_in_the_docs()(str(tmp_path))
+    (code,) = (block.code for block in blocks() if block.place == "integrations.md: Lightning")
+    assert "lr=1e-5" in code
+    names: dict[str, Any] = {}
+    exec(code.replace("lr=1e-5", "lr=1e-2"), names)  # which a tiny model needs
+    module = names["Model"](str(tmp_path))
     trainer.fit(module, DataLoader([batch], batch_size=None))
     assert patch_status(module.model).fused
     assert module.model.training
