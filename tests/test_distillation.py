@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ from exactness import assert_no_worse
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor
 from training_step import gradients
-from transformers import PreTrainedModel
 
 from liger_patch import apply_patch as patch_layers_too
 from liger_patch import deferred_logits, distillation, distillation_loss, patch_status
@@ -40,16 +40,14 @@ def no_reason_was_said() -> Iterator[None]:
     distillation._warn_once.cache_clear()
 
 
-def models(
-    student: str = "llama", dtype: torch.dtype = torch.float64
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return tiny_model(student, dtype=dtype), tiny_model("qwen3", dtype=dtype, seed=1)
-
-
-def inputs_of(model: PreTrainedModel) -> tuple[dict[str, Tensor], Tensor]:
-    batch = tiny_batch(model)
+def given(
+    student: str = "llama", dtype: torch.dtype = torch.float64, *, patch: bool = False
+) -> tuple[Any, Any, dict[str, Tensor], Tensor]:
+    """Return student and teacher, a batch, and its labels."""
+    models = tiny_model(student, dtype=dtype), tiny_model("qwen3", dtype=dtype, seed=1)
+    batch = tiny_batch(models[0])
     labels = batch.pop("labels")
-    return batch, labels
+    return *(apply_patch(*models) if patch else models), batch, labels
 
 
 def fused(student: Any, teacher: Any, batch: dict[str, Tensor], labels: Any, **how: Any) -> Tensor:
@@ -75,8 +73,7 @@ def results(model: Any, loss: Tensor) -> dict[str, Tensor | None]:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("model_type", STUDENTS)
 def test_every_gradient_is_eagers(model_type: str, options: dict, reads: list[Any]) -> None:
-    student, teacher = models(model_type)
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(model_type)
     expected = results(student, eager(student, teacher, batch, labels, **options))
     apply_patch(student, teacher)
     found = results(student, fused(student, teacher, batch, labels, **options))
@@ -87,9 +84,8 @@ def test_every_gradient_is_eagers(model_type: str, options: dict, reads: list[An
 
 
 def test_frozen_head_and_calls_with_labels(reads: list[Any]) -> None:
-    student, teacher = models()
+    student, teacher, batch, labels = given()
     student.get_output_embeddings().requires_grad_(False)
-    batch, labels = inputs_of(student)
     expected = results(student, eager(student, teacher, batch, labels))
     outputs, others = (each(**batch, labels=labels) for each in apply_patch(student, teacher))
     found = results(student, distillation_loss(outputs, others, labels))
@@ -98,16 +94,14 @@ def test_frozen_head_and_calls_with_labels(reads: list[Any]) -> None:
 
 
 def test_without_labels_every_token_counts() -> None:
-    student, teacher = apply_patch(*models())
-    batch, _ = inputs_of(student)
+    student, teacher, batch, _ = given(patch=True)
     logits, others = (model(**batch).logits.flatten(0, 1) for model in (student, teacher))
     expected = reference.distillation(logits, others)
     torch.testing.assert_close(fused(student, teacher, batch, None), expected)
 
 
 def test_weights_are_those_of_the_labels() -> None:
-    student, teacher = models()
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given()
     weight = torch.rand(labels.shape, dtype=torch.float64)
     expected = eager(student, teacher, batch, labels, token_weight=weight[:, 1:].flatten())
     apply_patch(student, teacher)
@@ -127,14 +121,14 @@ def test_own_model_without_its_adapters_is_the_teacher(
     model_type: str, target: str, reads: list[Any]
 ) -> None:
     peft = pytest.importorskip("peft")
+    base, _, batch, labels = given(model_type)
 
     def student() -> Any:
         config = peft.LoraConfig(r=3, target_modules=[target], init_lora_weights=False)
         torch.manual_seed(0)
-        return peft.get_peft_model(models(model_type)[0], config)
+        return peft.get_peft_model(copy.deepcopy(base), config)
 
     def loss(model: Any, patched: bool) -> Tensor:
-        batch, labels = inputs_of(model)
         with deferred_logits() if patched else nullcontext():
             outputs = model(**batch)
             with torch.no_grad(), model.disable_adapter():
@@ -153,8 +147,7 @@ def test_own_model_without_its_adapters_is_the_teacher(
 
 
 def test_bf16_under_autocast(reads: list[Any]) -> None:
-    student, teacher = models(dtype=torch.float32)
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(dtype=torch.float32)
 
     def under_autocast(loss: Any, enabled: bool = True) -> dict[str, Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -173,9 +166,8 @@ def test_bf16_under_autocast(reads: list[Any]) -> None:
 @pytest.mark.parametrize("teacher_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_teacher_outside_of_autocast(teacher_dtype: torch.dtype, reads: list[Any]) -> None:
     """In the dtype of autocast it is fused; another one, autocast would round."""
-    student, teacher = models(dtype=torch.float32)
+    student, teacher, batch, labels = given(dtype=torch.float32)
     teacher = teacher.to(teacher_dtype)
-    batch, labels = inputs_of(student)
     apply_patch(student, teacher)
     with deferred_logits():
         with torch.autocast("cpu", torch.bfloat16):
@@ -191,8 +183,7 @@ def test_teacher_outside_of_autocast(teacher_dtype: torch.dtype, reads: list[Any
 
 
 def test_teacher_in_inference_mode() -> None:
-    student, teacher = apply_patch(*models())
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(patch=True)
     with deferred_logits():
         outputs = student(**batch)
         with torch.inference_mode():
@@ -204,15 +195,13 @@ def test_teacher_in_inference_mode() -> None:
 
 
 def test_no_supervised_token_gives_zero() -> None:
-    student, teacher = apply_patch(*models())
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(patch=True)
     found = results(student, fused(student, teacher, batch, torch.full_like(labels, -100)))
     assert not any(value is not None and value.any() for value in found.values())
 
 
 def test_outside_the_context_logits_are_real_and_the_reason_is_said_once() -> None:
-    student, teacher = models()
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given()
     expected = results(student, eager(student, teacher, batch, labels, ce_weight=0.3))
     apply_patch(student)
     said = "from real logits: of the teacher's logits, they are real"
@@ -224,8 +213,7 @@ def test_outside_the_context_logits_are_real_and_the_reason_is_said_once() -> No
 
 
 def test_reason_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    student, teacher = models()
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given()
     expected = eager(student, teacher, batch, labels)
     apply_patch(student, teacher)
     student.get_output_embeddings().register_full_backward_hook(lambda *_: None)
@@ -240,8 +228,7 @@ def test_reason_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_that_were_read_are_used_as_they_are() -> None:
-    student, teacher = apply_patch(*models())
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(patch=True)
     expected = fused(student, teacher, batch, labels)
     with deferred_logits():
         outputs, others = student(**batch), teacher(**batch)
@@ -253,14 +240,13 @@ def test_logits_that_were_read_are_used_as_they_are() -> None:
 
 
 def test_class_that_is_not_tested_is_compared_first() -> None:
-    student, teacher = models(dtype=torch.float32)
+    student, teacher, batch, labels = given(dtype=torch.float32)
 
     class Own(type(student)):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     student.__class__ = Own
-    batch, labels = inputs_of(student)
     apply_patch(student, teacher)
     with pytest.warns(UserWarning, match="is not tested: call it with labels once"):
         real = fused(student, teacher, batch, labels)
@@ -301,10 +287,9 @@ def test_distributed_vocabulary_is_an_error() -> None:
     ids=str,
 )
 def test_errors_name_argument_value_and_what_was_expected(change: dict, message: str) -> None:
-    student, teacher = apply_patch(*models())
-    batch, labels = inputs_of(student)
+    student, teacher, batch, labels = given(patch=True)
     for context in (deferred_logits(), nullcontext()):  # before real logits are computed, too
         with context:
-            given = {"student_outputs": student(**batch), "teacher_outputs": teacher(**batch)}
+            outputs = {"student_outputs": student(**batch), "teacher_outputs": teacher(**batch)}
         with pytest.raises(ValueError, match=message):
-            distillation_loss(**{**given, "labels": labels, **change})
+            distillation_loss(**{**outputs, "labels": labels, **change})
