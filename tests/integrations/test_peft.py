@@ -43,49 +43,46 @@ def lora(**options: Any) -> peft.LoraConfig:
 class Case(NamedTuple):
     """A PEFT configuration, and why the head under it is no ordinary product, None where it is."""
 
-    config: Callable[[], Any]
+    options: dict[str, Any]
     reason: str | None = None
     model_type: str = "llama"
+    kind: Callable[..., Any] = lora
+
+    def config(self) -> Any:
+        return self.kind(**self.options)
 
 
+HEAD_TRAINED, HEAD_SAVED = {"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}
+AND_BODY = {"target_modules": ["q_proj", "lm_head"]}
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 CASES = {
-    "lora": Case(lora),
-    "lora, softcap and tied head": Case(lora, model_type="gemma2"),
-    "dora": Case(lambda: lora(use_dora=True)),
-    "rank-stabilised lora with dropout": Case(lambda: lora(use_rslora=True, lora_dropout=0.2)),
-    "head saved with the adapter": Case(lambda: lora(modules_to_save=["lm_head"])),
-    "tied head saved with the adapter": Case(
-        lambda: lora(modules_to_save=["lm_head"]), model_type="gemma2"
-    ),
+    "lora": Case({}),
+    "lora, softcap and tied head": Case({}, model_type="gemma2"),
+    "dora": Case({"use_dora": True}),
+    "rank-stabilised lora with dropout": Case({"use_rslora": True, "lora_dropout": 0.2}),
+    "head saved with the adapter": Case(HEAD_SAVED),
+    "tied head saved with the adapter": Case(HEAD_SAVED, model_type="gemma2"),
     "lora on the embedding of a tied head": Case(
-        lambda: lora(target_modules=["q_proj", "embed_tokens"]), model_type="gemma2"
+        {"target_modules": ["q_proj", "embed_tokens"]}, model_type="gemma2"
     ),
-    "lora on the head": Case(lambda: lora(target_modules=["q_proj", "lm_head"])),
-    "lora on a head with softcap": Case(
-        lambda: lora(target_modules=["lm_head"]), model_type="gemma2"
-    ),
-    "lora on a head with a scale": Case(
-        lambda: lora(target_modules=["lm_head"]), model_type="granite"
-    ),
+    "lora on the head": Case(AND_BODY),
+    "lora on a head with softcap": Case(HEAD_TRAINED, model_type="gemma2"),
+    "lora on a head with a scale": Case(HEAD_TRAINED, model_type="granite"),
     "lora with a tied embedding": Case(
-        lambda: lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
         model_type="gemma2",
     ),
     "dora on the head": Case(
-        lambda: lora(target_modules=["q_proj", "lm_head"], use_dora=True),
+        AND_BODY | {"use_dora": True},
         "the head (peft.tuners.lora.layer.Linear with DoraLinearVariant) reads its logits itself",
     ),
     "lora with biases on the head": Case(
-        lambda: lora(target_modules=["lm_head"], lora_bias=True),
+        HEAD_TRAINED | {"lora_bias": True},
         "the head (peft.tuners.lora.layer.Linear) or the model does more to the logits",
     ),
-    "trainable tokens": Case(lambda: lora(trainable_token_indices=[20, 21])),
-    "prompt tuning": Case(
-        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    ),
-    "prefix tuning": Case(
-        lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    ),
+    "trainable tokens": Case({"trainable_token_indices": [20, 21]}),
+    "prompt tuning": Case(VIRTUAL, kind=peft.PromptTuningConfig),
+    "prefix tuning": Case(VIRTUAL, kind=peft.PrefixTuningConfig),
 }
 PATCHES = ("before", "after", "before and after")
 
@@ -185,9 +182,6 @@ def test_merge_and_unload_leaves_a_patched_model(name: str) -> None:
     assert_same_step(ours, truth)
     revert_patch(merged["after"])
     assert type(merged["after"]) is type(merged[""])
-
-
-HEAD_TRAINED, HEAD_SAVED = {"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}
 
 
 @pytest.mark.parametrize(
