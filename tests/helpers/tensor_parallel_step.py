@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import training_step
 import transformers
 from attention_models import Calls, seen_masks
 from distributed_step import count_logits, device
@@ -142,15 +143,10 @@ def has_sharded_head(model: Any, style: str) -> bool:
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, and all gradients."""
-    loss = model(**batch).loss
-    loss.backward()
-    results = {"loss": loss.detach()}
+    """The loss, and all gradients, which are distributed as their parameters are."""
+    results = {n: v for n, v in training_step.step(model, batch).items() if v is not None}
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            assert type(parameter.grad) is type(parameter.data)
-            results[name] = parameter.grad
-    model.zero_grad()
+        assert name not in results or type(results[name]) is type(parameter.data)
     return results
 
 

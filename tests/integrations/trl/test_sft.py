@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,7 @@ class Mode(NamedTuple):
         outside: whether TRL computes the loss of ordinary logits.
     """
 
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: dict[str, Any]
     data: Callable[[], Any] = prompts_and_completions
     options: Callable[[], dict[str, Any]] = dict
     outside: bool = False
@@ -54,20 +53,20 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = N
 
 
 MODES = {
-    "plain": Mode(),
+    "plain": Mode({}),
     "packing": Mode({"packing": True, "max_length": 16}),
     "packing, cut": Mode({"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
     "padding_free": Mode({"padding_free": True, "max_length": None}),
     "accumulation": Mode({"gradient_accumulation_steps": 2}),
     "dft": Mode({"loss_type": "dft"}),
-    "lora": Mode(options=lora),
+    "lora": Mode({}, options=lora),
     "assistant alone": Mode({"assistant_only_loss": True}, conversations),
     "prompts, too": Mode({"completion_only_loss": False}),
-    "lora, head saved": Mode(options=lambda: lora(modules_to_save=["lm_head"])),
-    "prompt tuning": Mode(options=prompt_tuning),
+    "lora, head saved": Mode({}, options=lambda: lora(modules_to_save=["lm_head"])),
+    "prompt tuning": Mode({}, options=prompt_tuning),
     "gradient checkpointing": Mode({"gradient_checkpointing": True}),
     "label smoothing": Mode({"label_smoothing_factor": 0.1}, outside=True),
-    "loss function": Mode(options=lambda: {"compute_loss_func": own_loss}, outside=True),
+    "loss function": Mode({}, options=lambda: {"compute_loss_func": own_loss}, outside=True),
 }
 
 
