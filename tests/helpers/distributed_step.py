@@ -138,13 +138,8 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank()) if is_cuda else torch.device("cpu")
 
 
-def model_of(arguments: argparse.Namespace) -> Any:
-    how = {name: getattr(arguments, name) for name in ("tied", "lora", "quantized")}
-    return make_model(device(), model_type=arguments.model, **how)
-
-
 def make_engine(arguments: argparse.Namespace, *, patch: bool, is_teacher: bool = False) -> Engine:
-    model = model_of(arguments)
+    model = make_model(device(), arguments)
     if is_teacher:
         for values in model.parameters():
             values.data.mul_(-0.5)
@@ -280,7 +275,7 @@ def train_alone(engine: Engine, arguments: argparse.Namespace) -> dict[str, Tens
     """What ``train`` gives of an unpatched model after the batches of all ranks, without an engine:
     the losses are those of this rank.
     """
-    model = model_of(arguments)
+    model = make_model(device(), arguments)
     alone = Engine(model, model)
     batches = batch_count(engine)
     results = {}
@@ -377,9 +372,9 @@ def check_read_late(engine: Engine, arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--model", default="llama")
+    parser.add_argument("--model", default="llama", help="of a row, or two_losses")
     parser.add_argument("--layers", action="store_true")
-    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--tied", action="store_true", help="the head to the embedding")
     parser.add_argument("--lora", action="store_true", help="on all layers and the head")
     parser.add_argument("--quantized", action="store_true", help="such adapters on 4 bits")
     parser.add_argument("--compiled", action="store_true", help="the whole model")

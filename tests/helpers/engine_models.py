@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from functools import cache
 from typing import Any
 
 import torch
-from tiny_models import LLAMA, ROWS, tiny_model
+from tiny_models import LLAMA, tiny_model
 from torch import distributed as dist
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
@@ -32,35 +33,21 @@ class TwoLosses(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=losses[0] + 0.5 * losses[1], logits=logits)
 
 
-def make_model(
-    device: torch.device,
-    *,
-    model_type: str = "llama",
-    tied: bool = False,
-    lora: bool = False,
-    quantized: bool = False,
-) -> Any:
-    """A tiny model, the same at each call.
-
-    Args:
-        model_type: of a row, or TWO_LOSSES.
-        tied: whether the head has the weight of the embedding.
-        lora: with adapters on all layers and the head.
-        quantized: with such adapters, and the layers in 4 bits: a Llama.
-    """
-    if quantized:
+def make_model(device: torch.device, arguments: argparse.Namespace) -> Any:
+    """A tiny model, the same at each call; ``arguments`` of distributed_step."""
+    if arguments.quantized:
         return with_adapters(_in_4_bits(device))
-    has_two_losses = model_type == TWO_LOSSES
-    model: Any = tiny_model(ROWS["llama" if has_two_losses else model_type])
+    has_two_losses = arguments.model == TWO_LOSSES
+    model: Any = tiny_model("llama" if has_two_losses else arguments.model)
     if has_two_losses:
         model.__class__ = TwoLosses
-    model.config.tie_word_embeddings = tied
-    if tied:
+    model.config.tie_word_embeddings = arguments.tied
+    if arguments.tied:
         model.tie_weights()
     else:
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone())
-    return (with_adapters(model) if lora else model).to(device)
+    return (with_adapters(model) if arguments.lora else model).to(device)
 
 
 def with_adapters(model: nn.Module) -> Any:
