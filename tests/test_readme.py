@@ -115,7 +115,7 @@ def test_documents_have_what_is_generated_for_them(name: str) -> None:
 
 
 def test_every_section_of_the_documents_is_generated() -> None:
-    of_others = {"kinds", "engines", "estimated_peaks"}  # test_head_kinds, _engines, _calibration
+    of_others = {"kinds", "engines", "estimated_peaks"}  # by tests of heads, engines, estimates
     found = {
         name
         for document in (README, *DOCS.glob("*.md"))

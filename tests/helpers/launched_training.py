@@ -1,5 +1,5 @@
 """What examples/train.py trains in each process of accelerate's launcher, on made-up text, for
-test_engines. On CPUs, which accelerate alone does not shard over.
+test_examples. On CPUs, which accelerate alone does not shard over.
 
 Prints what trained, and exits with an error unless the loss fell.
 """
