@@ -11,19 +11,47 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import MARKS, Graphs
-from compiled_models import IGNORED, batch_of, is_deferred, make_model, run
 from exactness import assert_no_worse
 from slow_cases import slow_but
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
-from training_step import assert_right, assert_same_step, joined, step, tell_apart
-from transformers import LlamaForCausalLM, PreTrainedModel
+from training_step import Step, assert_right, assert_same_step, joined, step, tell_apart
+from transformers import PreTrainedModel
 
 from liger_patch import apply_patch, patch_status, revert_patch
+from liger_patch.deferred.tensor import DeferredLogits
 
 pytestmark = MARKS
+IGNORED = (0.0, 0.3, 0.9, 1.0)  # shares of the labels
+
+
+def make_model(model_type: str = "llama", *, patch: bool = True) -> PreTrainedModel:
+    """A model in float64 with one layer, for the sake of the compiler's time."""
+    model = tiny_model(ROWS[model_type]).double()
+    del model.model.layers[1:]
+    return apply_patch(model) if patch else model
+
+
+def batch_of(model: nn.Module, seed: int = 0, ignored: float = 0.3) -> Batch:
+    batch = tiny_batch(model, seed=seed, ignored=ignored)
+    if ignored == 1.0:
+        batch["labels"].fill_(-100)
+    return batch
+
+
+def is_deferred(logits: Tensor) -> bool:
+    """Whether logits have no values yet."""
+    return isinstance(logits, DeferredLogits) and not logits.is_computed
+
+
+def run(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Step:
+    """Loss and gradients of `call`, which is `model` compiled, or of `model`."""
+    model.zero_grad()
+    loss = (model if call is None else call)(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
 
 
 @pytest.mark.parametrize(
@@ -99,27 +127,17 @@ def test_the_flag_is_read_at_every_compiled_call(monkeypatch: pytest.MonkeyPatch
     assert counts[0] == counts[1]
 
 
-def compile_in_place(model: PreTrainedModel, graphs: Graphs) -> None:
-    model.compile(backend=graphs)
-
-
-def compile_backbone(model: PreTrainedModel, graphs: Graphs) -> None:
-    model.model.compile(backend=graphs)
-
-
 @pytest.mark.parametrize(
-    ("compile_it", "patch_first"),
-    slow_but(
-        [(compile_backbone, True)],
-        [(compile_in_place, True), (compile_backbone, True), (compile_in_place, False)],
-    ),
+    ("part", "patch_first"),
+    slow_but([("model", True)], [("", True), ("model", True), ("", False)]),
 )
 def test_a_model_that_is_compiled_in_place_trains_as_uncompiled(
-    compile_it: Callable[[PreTrainedModel, Graphs], None], patch_first: bool
+    part: str, patch_first: bool
 ) -> None:
+    """Or its backbone."""
     model = make_model(patch=patch_first)
     graphs = Graphs()
-    compile_it(model, graphs)
+    model.get_submodule(part).compile(backend=graphs)
     apply_patch(model)
     for seed in range(2):
         batch = batch_of(model, seed)
@@ -188,23 +206,6 @@ def test_ddp_of_a_compiled_model_holds_no_logits(option: str) -> None:
         ours = {n: p.grad for n, p in model.named_parameters()}
         assert is_deferred(outputs.logits)
         assert_same_step({"loss": outputs.loss.detach(), **ours}, run(uncompiled, batch))
-
-
-def test_a_class_with_a_loss_function_of_its_own() -> None:
-    class Own(LlamaForCausalLM):
-        def loss_function(self, logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-            rows = logits[:, :-1].reshape(-1, logits.shape[-1])
-            return nn.functional.cross_entropy(rows, labels[:, 1:].flatten())
-
-    torch.manual_seed(0)
-    model = Own(tiny_model().config).double()
-    batch = batch_of(model)
-    expected = run(model, batch)
-    apply_patch(model, layers=False)
-    assert_same_step(run(model, batch), expected)
-    assert patch_status(model).fused
-    revert_patch(model)
-    assert_same_step(run(model, batch), expected)
 
 
 @pytest.mark.slow
