@@ -71,17 +71,6 @@ def test_an_evaluation_is_compared() -> None:
         torch.testing.assert_close(ours, call(make_model(LooksAtTypes), batch).loss)
 
 
-def test_options_are_left_out_of_the_comparison() -> None:
-    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "sum"}
-    model, known = make_model().double(), tiny_model().double()
-    batch = tiny_batch(model)
-    with pytest.warns(UserWarning, match=NOTICE):
-        expected = step(apply_patch(known, **options), batch)
-    with pytest.warns(UserWarning, match=NOTICE):
-        ours = step(apply_patch(model, **options), batch)
-    torch.testing.assert_close(ours, expected)
-
-
 @pytest.mark.parametrize("why", ["group", "memory"])
 def test_where_losses_cannot_be_compared_one_warning_says_so(
     why: str, monkeypatch: pytest.MonkeyPatch
