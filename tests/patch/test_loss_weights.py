@@ -26,19 +26,12 @@ from untested_classes import make_model as make_own_model
 
 from liger_patch import apply_patch, patch_status
 
-MODEL_TYPES = ["llama", "gemma2", "qwen3_moe"]
-
 
 def weights_of(ids: Sequence[int]) -> list[float]:
     """A weight follows from its token, so that no test needs to know on which way it came. Some are
     0; all are sums of few powers of 2, which float32 holds.
     """
     return [(each * 5 % 8) / 4 for each in ids]
-
-
-def weighted_samples(*lengths: int, **options: Any) -> list[Any]:
-    samples: list[Any] = make_samples(*lengths, **options)
-    return [{**each, "loss_weights": weights_of(each["input_ids"])} for each in samples]
 
 
 def truth_of(model: PreTrainedModel, samples: Sequence[Sample]) -> Step:
@@ -63,14 +56,14 @@ def weights_beside(batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["fused", "LIGER_PATCH_RETURN_LOGITS=1"])
 @pytest.mark.parametrize("collate", [padded, flattened])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_the_loss_is_the_weighted_mean(
     model_type: str, collate: Any, ordinary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, samples = make_model(model_type), weighted_samples(9, 4, 13)
+    model, samples = make_model(model_type), make_samples(9, 4, 13)
     model.config.output_router_logits = False
     truth = truth_of(model, samples)
-    batch = collate([{k: v for k, v in s.items() if k != "loss_weights"} for s in samples])
+    batch = collate(samples)
     if ordinary:
         monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
     with patched(model):
@@ -93,25 +86,6 @@ def test_boundaries_weigh_nothing_with_ordinary_logits_either(
     torch.testing.assert_close(ordinary, fused)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_gradient_accumulation_divides_by_the_sum_of_all_weights(model_type: str) -> None:
-    model, samples = make_model(model_type), weighted_samples(9, 4, 13, 6)
-    model.config.output_router_logits = False
-    truth = truth_of(model, samples)
-    batches = [padded(samples[:1]), padded(samples[1:])]
-    total = 0.0
-    for batch in batches:
-        weights = pad(weights_beside(batch)[:, 1:], (0, 1))
-        total += weights[pad(batch["labels"][:, 1:], (0, 1), value=IGNORED) != IGNORED].sum().item()
-    with patched(model):
-        losses = [
-            call(model, each, loss_weights=weights_beside(each), num_items_in_batch=total).loss
-            for each in batches
-        ]
-    loss = torch.stack(losses).sum()
-    torch.testing.assert_close({"loss": loss.detach(), **gradients(model, loss)}, truth)
-
-
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("prompts", [True, False])
 def test_weights_give_the_mean_of_each_sequences_own_mean(prompts: bool, calls: int) -> None:
@@ -132,7 +106,7 @@ def test_weights_give_the_mean_of_each_sequences_own_mean(prompts: bool, calls: 
 
 
 def test_weights_beside_shift_labels_are_theirs() -> None:
-    model, samples = make_model(), weighted_samples(9, 4, 13)
+    model, samples = make_model(), make_samples(9, 4, 13)
     truth, batch = truth_of(model, samples), padded(samples)
     weights = pad(weights_beside(batch)[:, 1:], (0, 1))
     targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -164,7 +138,7 @@ class SkipsToken(Tomorrow):
 
 
 def test_weights_follow_labels_of_which_a_model_makes_shift_labels() -> None:
-    model, samples = make_own_model(ShiftsLabels).double(), weighted_samples(9, 4, 13)
+    model, samples = make_own_model(ShiftsLabels).double(), make_samples(9, 4, 13)
     truth, batch = truth_of(model, samples), padded(samples)
     weights = weights_beside(batch)
     apply_patch(model, layers=False)
@@ -177,7 +151,7 @@ def test_weights_follow_labels_of_which_a_model_makes_shift_labels() -> None:
 @pytest.mark.parametrize("cls", [SkipsToken, TakesLabelsAsTheyAre])
 @pytest.mark.parametrize("same", [False, True], ids=["", "one label"])
 def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error(cls: Any, same: bool) -> None:
-    model, batch = apply_patch(make_own_model(cls)), padded(weighted_samples(9, 4))
+    model, batch = apply_patch(make_own_model(cls)), padded(make_samples(9, 4))
     if same:
         batch["labels"][batch["labels"] != IGNORED] = 5
     with pytest.raises(ValueError, match="loss_weights cannot follow labels that the model's own"):
@@ -185,7 +159,7 @@ def test_weights_of_labels_that_a_model_moves_elsewhere_are_an_error(cls: Any, s
 
 
 def test_weights_of_zero_give_zero() -> None:
-    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
+    model, batch = apply_patch(make_model()), padded(make_samples(9, 4))
     loss = call(model, batch, loss_weights=torch.zeros(batch["labels"].shape)).loss
     assert loss == 0
     assert not any(slope.any() for slope in gradients(model, loss).values() if slope is not None)
@@ -202,7 +176,7 @@ def test_weights_of_zero_give_zero() -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_an_error(weights: Any, message: str) -> None:
-    model, batch = apply_patch(make_model()), padded(weighted_samples(9, 4))
+    model, batch = apply_patch(make_model()), padded(make_samples(9, 4))
     with pytest.raises(ValueError, match=f"loss_weights must (be|have|not require) {message}"):
         call(model, batch, loss_weights=weights)
 
@@ -210,13 +184,13 @@ def test_weights_that_do_not_fit_are_an_error(weights: Any, message: str) -> Non
 def test_a_loss_of_the_models_own_takes_no_weights() -> None:
     model = apply_patch(make_model())
     model.loss_function = lambda logits, labels, **_: logits.float().mean()
-    batch = padded(weighted_samples(9, 4))
+    batch = padded(make_samples(9, 4))
     with pytest.raises(ValueError, match="loss_weights cannot reach the loss that LlamaForCausal"):
         call(model, batch, loss_weights=torch.ones(2, 9))
 
 
 def test_a_call_without_labels_has_no_use_for_weights() -> None:
-    model, batch = make_model(), padded(weighted_samples(9, 4))
+    model, batch = make_model(), padded(make_samples(9, 4))
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = call(model, inputs).logits
     with patched(model):
