@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import check_lora_step
+from layer_weights import assert_rows_are, read
 from lora_models import MARKS, ROWS, WAYS, adapted
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ if not hasattr(fp8, "_dequantize_fp8_weight"):
 from liger_patch import apply_patch
 from liger_patch.layers.lora import not_plain
 from liger_patch.readers import finegrained_fp8
-from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight
+from liger_patch.readers.quantized_weights import quantized_weight
 
 pytestmark = MARKS
 # of weights 131 x 72: no block of the second ends with them
@@ -38,23 +39,13 @@ def layer_of(weight: Tensor, block: tuple[int, int] | None) -> Any:
     return layer.requires_grad_(False)
 
 
-def read(layer: nn.Module, dtype: torch.dtype) -> LayerWeight:
-    weight = quantized_weight(layer, dtype)
-    assert weight is not None
-    return weight
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_numbers_are_transformers_rounded_once(name: str, dtype: torch.dtype) -> None:
     block = BLOCKS[name]
     layer = layer_of(torch.randn(131, 72), block)
     truth = fp8._dequantize_fp8_weight(layer.weight, layer.weight_scale_inv, block, torch.float32)
-    weight = read(layer, dtype)
-    assert (weight.shape, weight.dtype) == ((131, 72), dtype)
-    dense = weight.dequantized()
-    assert not dense.requires_grad
-    assert torch.equal(dense, truth.to(dtype))
+    assert_rows_are(read(layer, dtype), truth.to(dtype))
 
 
 def test_scales_of_powers_of_two() -> None:

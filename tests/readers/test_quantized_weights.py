@@ -36,36 +36,3 @@ def test_a_library_that_is_not_loaded_is_not_imported(
             monkeypatch.delitem(sys.modules, library)
         monkeypatch.setitem(sys.modules, name, None)  # an import fails
     assert reader_of(nn.Linear(4, 4)) is None
-
-
-class Squares:
-    """A reader of weights that are squared."""
-
-    layers = (nn.Linear,)
-
-    @classmethod
-    def serves(cls, layer: type, weight: type) -> bool:
-        return layer in cls.layers and weight is nn.Parameter
-
-    @staticmethod
-    def read(layer: nn.Linear, dtype: torch.dtype) -> quantized_weights.LayerWeight | str:
-        class Square(quantized_weights.LayerWeight):
-            def dequantized(self) -> torch.Tensor:
-                return layer.weight.detach().square()
-
-        if not layer.weight.any():
-            return "nothing to square"
-        return Square(layer.weight.device, layer.weight.shape, dtype)
-
-
-def test_a_new_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quantized_weights.READERS, "squares", "torch")
-    monkeypatch.setitem(sys.modules, "squares", Squares)  # pyright: ignore
-    layer = nn.Linear(3, 2)
-    assert reader_of(layer) is Squares
-    assert reader_of(nn.LayerNorm(3)) is None
-    weight = quantized_weight(layer, torch.float32)
-    assert weight is not None
-    assert torch.equal(weight.dequantized(), layer.weight**2)
-    nn.init.zeros_(layer.weight)
-    assert quantized_weight(layer, torch.float32) is None

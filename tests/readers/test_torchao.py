@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import check_lora_step
+from layer_weights import assert_rows_are, read
 from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, training_step
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ ao = pytest.importorskip("torchao.quantization", reason="torchao is not installe
 from liger_patch import apply_patch  # noqa: E402
 from liger_patch.layers.lora import not_plain  # noqa: E402
 from liger_patch.readers import torchao  # noqa: E402
-from liger_patch.readers.quantized_weights import LayerWeight, quantized_weight  # noqa: E402
+from liger_patch.readers.quantized_weights import quantized_weight  # noqa: E402
 
 # of PEFT, about a model that Transformers has not quantized: it cannot be merged
 NO_MERGE = "ignore:TorchaoLoraLinear was instantiated without:UserWarning"
@@ -38,19 +39,6 @@ def layer_of(name: str, v: int = 131, h: int = 64, dtype: torch.dtype = torch.bf
     layer = nn.Linear(h, v, bias=False, dtype=dtype)
     ao.quantize_(layer, FORMATS[name]())
     return layer
-
-
-def read(layer: nn.Module, dtype: torch.dtype = torch.bfloat16) -> LayerWeight:
-    weight = quantized_weight(layer, dtype)
-    assert weight is not None
-    return weight
-
-
-def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
-    assert (weight.shape, weight.dtype, weight.device) == (truth.shape, truth.dtype, truth.device)
-    rows = weight.dequantized()
-    assert (rows.dtype, rows.requires_grad) == (truth.dtype, False)
-    assert torch.equal(rows, truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
