@@ -5,7 +5,6 @@ index, the answer is that of the eager logits.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from eager_logits import MASK, assert_same, outcome, outputs_of, unlike
 from tiny_models import VOCAB_SIZE as V
 from tiny_models import tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_patch import apply_patch, patch_status
 from liger_patch.deferred.tensor import DeferredLogits
@@ -61,13 +60,6 @@ def test_the_hash_stays_when_the_logits_are_read(deferred: DeferredLogits) -> No
     assert names[deferred] == "logits"
 
 
-def to_file(x: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(x.detach(), file)
-    file.seek(0)
-    return torch.load(file)
-
-
 # those that are recorded, each in all its forms; and some of the ordinary way of all others
 READINGS: dict[str, Callable[[Tensor], Any]] = {
     "repr": repr,
@@ -75,10 +67,7 @@ READINGS: dict[str, Callable[[Tensor], Any]] = {
     "numpy of what needs a gradient": lambda x: outcome(x.numpy),
     "item": lambda x: x[0, 0, 0].item(),
     "iteration": list,
-    "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: x.softmax(-1),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
-    "matmul": lambda x: x @ x.transpose(1, 2),
     "transpose": lambda x: x.mT,
     "flatten tokens": lambda x: x.flatten(0, 1),
     "clone": lambda x: x.clone(),
@@ -97,21 +86,15 @@ READINGS: dict[str, Callable[[Tensor], Any]] = {
     "times itself": lambda x: x * x,
     "over number": lambda x: x / 7,
     "over tensor": lambda x: x / torch.tensor(7.0),
-    "floor division": lambda x: x // 0.1,
     "tanh": lambda x: x.tanh(),
     "softcap": lambda x: torch.tanh(x / 3.0) * 3.0,
-    "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
     "cat of slices": lambda x: torch.cat([x[:, :2], x[:, 5:]], dim=1),
-    "pad": lambda x: nn.functional.pad(x, (0, 1)),
     "deepcopy": lambda x: copy.deepcopy(x.detach()),
     "pickle with its gradient": lambda x: pickle.loads(pickle.dumps(x)),
     "deepcopy with its gradient": lambda x: outcome(lambda: copy.deepcopy(x)),
-    "torch.save of a slice": lambda x: to_file(x[:, -1]),
     "storage": lambda x: x.untyped_storage().nbytes(),
     "by name: tanh": lambda x: torch.tanh(input=x),
-    "by name: method": lambda x: x.mul(other=2),
     "by name: reshape": lambda x: torch.reshape(input=x, shape=(-1, V)),
-    "by name: view": lambda x: x.view(size=(-1, V)),
     "out": lambda x: torch.mul(x.detach(), 2, out=torch.empty(x.shape)),
     "view of dtype": lambda x: x.detach().view(torch.int32),
     "view of all": lambda x: x.view(-1),
@@ -124,7 +107,6 @@ READINGS: dict[str, Callable[[Tensor], Any]] = {
     "flatten that does not fit": lambda x: outcome(lambda: x.flatten(1, 0)),
     "by name: flatten": lambda x: torch.flatten(input=x, start_dim=0, end_dim=1),
     "view of a slice": lambda x: x[:, 1:].reshape(-1, V)[3:5],
-    "nested views": lambda x: x[:, 1:][1].view(4, 2, V)[2, 1].float(),
     "cast and back": lambda x: x.bfloat16().float(),
     "cast, cap, cut": lambda x: (torch.tanh(x.bfloat16() / 2) * 2).float()[:, :-1],
 }
@@ -181,20 +163,6 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
     assert patch_status(model).reason == "torch.jit.trace records the forward pass"
 
 
-OUTPUTS: dict[str, Callable[[Any], Any]] = {
-    "key": lambda outputs: outputs["logits"],
-    "position": lambda outputs: outputs[1],
-    "keys": lambda outputs: [name for name in outputs if name != "past_key_values"],
-    "dict": lambda outputs: dict(outputs)["logits"],
-    "type": lambda outputs: type(outputs).__name__,
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_the_output_class_holds_the_logits(name: str) -> None:
-    assert_same(OUTPUTS[name](outputs_of(True)), OUTPUTS[name](outputs_of(False)))
-
-
 def test_a_tuple_of_outputs_holds_loss_and_logits() -> None:
     expected = outputs_of(False, return_dict=False)
     for ours in (outputs_of(True, return_dict=False), outputs_of(True).to_tuple()):
@@ -204,11 +172,14 @@ def test_a_tuple_of_outputs_holds_loss_and_logits() -> None:
         assert_same(ours[1], expected[1])
 
 
-def test_other_outputs_are_eagers() -> None:
+def test_the_output_class_holds_the_logits_beside_eagers_others() -> None:
     ours, expected = (outputs_of(patch, output_hidden_states=True) for patch in (True, False))
     assert not ours.logits.is_computed
+    assert type(ours) is type(expected)
     assert list(ours) == list(expected)
     assert_same(ours.hidden_states, expected.hidden_states)
+    for logits in (ours["logits"], ours[1], dict(ours)["logits"]):
+        assert_same(logits, expected.logits)
 
 
 def test_outputs_can_be_pickled_and_copied() -> None:
@@ -224,15 +195,12 @@ INDICES: dict[str, Any] = {
     "int": 0,
     "ints": (1, 2),
     "slice": slice(1, None),
-    "three slices": (slice(None), slice(None, -1), slice(None)),
     "slice of the vocabulary": (slice(None), slice(None), slice(0, 7)),
     "one word": (slice(None), slice(None), 5),
     "ellipsis, last": (..., -1),
-    "ellipsis, slice": (..., slice(None, -1)),
     "ellipsis, rows": (..., slice(None, -1), slice(None)),
     "row, ellipsis": (1, ...),
     "three ints, ellipsis": (1, 2, 3, ...),
-    "row, ellipsis, all": (1, ..., slice(None)),
     "None": None,
     "slice, None": (slice(None), None),
     "bool tensor": torch.tensor(True),

@@ -55,14 +55,6 @@ def test_gradients_pass_through_a_reentrant_checkpoint(read: bool) -> None:
         torch.testing.assert_close(mine.grad, other.grad, msg=name)
 
 
-def test_reading_in_inference_mode_leaves_the_gradient_to_the_next_loss() -> None:
-    model = llama()
-    outputs = model(**tiny_batch(model))
-    with torch.inference_mode():
-        outputs.logits.argmax(-1)
-    assert outputs.logits.square().mean().requires_grad
-
-
 def test_a_head_outside_the_autocast_of_the_forward_stays_in_its_dtype() -> None:
     gradients = []
     for patched in (True, False):
