@@ -1,6 +1,7 @@
-"""Estimates are within 3 % of each peak of a model's step that benchmarks/results holds.
+"""Estimates are within 3 % of each peak of a model's step that benchmarks/results holds, and the
+longest rows that docs/memory.md lists are those that its options give.
 
-UPDATE_README=1 writes the table of docs/memory.md.
+UPDATE_README=1 writes the table of estimated peaks there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from documents import check_section
+from documents import check_section, table_of
 from estimated_models import PEFTS_WARNINGS
 from slow_cases import slow_but
 
@@ -23,13 +24,14 @@ from benchmarks.longest_row import MODELS as LONG_MODELS
 from benchmarks.lora_step import CASES
 from benchmarks.models import MODELS
 from benchmarks.moe_step import CASES as MOE_CASES
+from liger_patch.__main__ import main
 from liger_patch.estimate.estimate import WORKSPACES
 from liger_patch.estimate.model import EXPERTS_IN_4_BITS, TrainingStep
 from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, trace_step
 from liger_patch.layers import checks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MEMORY, SECTION = Path(__file__).parents[2] / "docs" / "memory.md", "estimated_peaks"
+MEMORY = Path(__file__).parents[2] / "docs" / "memory.md"
 WITHIN = 0.03
 MIB = 2**20
 SUPERVISED = 0.6  # of the labels of a benchmark
@@ -189,12 +191,6 @@ def test_measured_peaks_are_estimated(
             assert 0 <= over <= 1.2 * WORKSPACES / MIB + weights / 1000
 
 
-def _shown() -> list[dict[str, Any]]:
-    """Return the measured rows of docs/memory.md, as their files have them."""
-    rows = {_name(row): row for row in _rows()}
-    return [rows[name] for name in SHOWN]
-
-
 def _named(row: dict[str, Any]) -> list[str]:
     """Return the first cells of a row of docs/memory.md: all but its estimate."""
     step = row["model"]
@@ -206,24 +202,29 @@ def _named(row: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 def test_the_documents_table_is_what_is_measured_and_estimated() -> None:
-    lines = [["step", "contender", "measured", "estimated"], ["---"] * 4]
-    lines += [[*_named(row), f"{_estimated(row)[0]:,.0f}"] for row in _shown()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    check_section(MEMORY, SECTION, f"{table}\n\n{_promise()}")
+    rows = {_name(row): row for row in _rows()}
+    lines = [["step", "contender", "measured", "estimated"]]
+    lines += [[*_named(rows[name]), f"{_estimated(rows[name])[0]:,.0f}"] for name in SHOWN]
+    promise = f"Every estimate is within {100 * WITHIN:.0f} % of the peak that was measured."
+    check_section(MEMORY, "estimated_peaks", f"{table_of(lines)}\n\n{promise}")
 
 
-def _promise() -> str:
-    return f"Every estimate is within {100 * WITHIN:.0f} % of the peak that was measured."
+@pytest.mark.slow
+def test_the_documents_longest_rows_are_those_of_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = MEMORY.read_text(encoding="utf-8").split("## The longest row")[1]
+    LONG_MODELS[0].config.save_pretrained(tmp_path)
 
+    def written(name: str) -> list[int]:
+        """The numbers of a line."""
+        (line,) = (each for each in section.splitlines() if each.startswith(f"| {name} |"))
+        return [int(each.replace(",", "")) for each in line.strip("| ").split("|")[1:]]
 
-def test_the_documents_table_has_the_measured_peaks() -> None:
-    """The slow test before this one computes its estimates anew."""
-    text = MEMORY.read_text(encoding="utf-8").split(f"<!-- {SECTION} -->")[1]
-    lines = [line for line in text.split(f"<!-- /{SECTION} -->")[0].splitlines() if line]
-    table = [line.strip("| ").split(" | ") for line in lines[2:-1]]
-    written = "UPDATE_README=1 python -m pytest tests/estimate -k table writes it"
-    assert [cells[:3] for cells in table] == [_named(row) for row in _shown()], written
-    for *_, measured, estimated in table:
-        rounded = [float(each.replace(",", "")) for each in (measured, estimated)]
-        assert rounded[1] == pytest.approx(rounded[0], rel=WITHIN)
-    assert lines[-1] == _promise(), written
+    offload, cards, found = "--checkpoint-offload", ("16", "24", "48", "80", "141"), {}
+    for name, more in (("liger_patch", []), (f"`{offload}`", [offload])):
+        main(["estimate", str(tmp_path), *section.split("`")[1].split(), *more, "--json"])
+        found = json.loads(capsys.readouterr().out)["contenders"][-1]
+        assert written(name) == [found["longest"][card] // 1000 * 1000 for card in cards]
+    hosts = [round(found["longest_host"][card] / 2**30) for card in cards]
+    assert written(f"GiB of the host, `{offload}`") == hosts

@@ -13,7 +13,6 @@ import transformers
 from estimated_models import (
     HIDDEN,
     LAYERS,
-    OFFLOADED,
     PEFTS_WARNINGS,
     SIZE,
     STEP,
@@ -37,7 +36,6 @@ from liger_patch.estimate.step import EAGER, OURS, OURS_HEAD, trace_step
 from liger_patch.estimate.trace import MemoryTrace
 from liger_patch.kernels import gated_mlp
 from liger_patch.layers import mlp
-from liger_patch.patch.layer_input import PIECE_BYTES
 
 EXPERTS = 5  # no other tensor has the size of their weights
 
@@ -192,15 +190,6 @@ def test_layers_keep_what_their_documentation_says(config: LlamaConfig) -> None:
     assert a_token == pytest.approx(LAYERS * (attention + norms + 4 * SIZE), rel=0.05)
 
 
-def test_inputs_take_whole_pieces_of_host_memory() -> None:
-    """All inputs but the last."""
-    config = LlamaConfig(**TINY | {"num_hidden_layers": 6})
-    trace, _ = trace_step(config, OFFLOADED, OURS)
-    assert len(trace.sent) == 5
-    (*_, ours) = estimates.estimate(config, OFFLOADED)
-    assert ours.host == 5 * PIECE_BYTES
-
-
 def test_tracing_leaves_no_class_and_no_function_changed(config: LlamaConfig) -> None:
     before = gated_mlp.slices_of, mlp.tokens_of_slice
     trace_step(config, STEP, OURS)
@@ -230,6 +219,19 @@ def test_all_experts_have_adapters(model_type: str) -> None:
     assert sum(found.values()) == 4 * LAYERS
 
 
+def bf16_model(config: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def assert_takes_what_is_held(model: Any, **quantized: Any) -> int:
+    """With adapters on a quantized model; return the bytes of weights that it saves."""
+    step = replace(STEP, lora_rank=4)
+    plain, sizes = (build(model.config, s)[1] for s in (step, replace(step, **quantized)))
+    assert sizes.weights - 4 * sizes.trained == pytest.approx(held_bytes(model), abs=256)
+    assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
+    return plain.weights - sizes.weights
+
+
 @PEFTS_WARNINGS
 @pytest.mark.parametrize("quant_type", ["nf4", "mxfp4"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
@@ -237,32 +239,23 @@ def test_all_experts_have_adapters(model_type: str) -> None:
 def test_experts_in_4_bits_take_what_a_models_do(model_type: str, quant_type: str) -> None:
     if quant_type == "nf4":
         pytest.importorskip("bitsandbytes")
-    config = mixture(model_type)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = bf16_model(mixture(model_type))
     quantize_experts(model, "cpu", quant_type=quant_type)
-    step = replace(STEP, lora_rank=4, expert_bytes=EXPERTS_IN_4_BITS[quant_type])
-    plain, sizes = (build(config, each)[1] for each in (replace(step, expert_bytes=None), step))
-    assert sizes.weights - 4 * sizes.trained == pytest.approx(held_bytes(model), abs=256)
-    assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
+    assert_takes_what_is_held(model, expert_bytes=EXPERTS_IN_4_BITS[quant_type])
 
 
 @PEFTS_WARNINGS
 def test_a_base_in_fp8_takes_what_a_models_does() -> None:
     pytest.importorskip("peft")
-    config = transformers.Qwen3Config(**TINY, head_dim=16)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = bf16_model(config := transformers.Qwen3Config(**TINY, head_dim=16))
     quantize_base(model)
-    step = replace(STEP, lora_rank=4, fp8_base=True)
-    plain, sizes = (build(config, each)[1] for each in (replace(step, fp8_base=False), step))
-    assert sizes.weights - 4 * sizes.trained == pytest.approx(held_bytes(model), abs=256)
-    assert (sizes.parameters, sizes.trained) == (plain.parameters, plain.trained)
-    each = (step, replace(step, fp8_base=False))
-    narrow, wide = (sum(parts(config, s, OURS).values()) for s in each)
-    one_weight = 2 * HIDDEN * SIZE  # dequantized where it is used
-    assert narrow <= wide - plain.weights + sizes.weights + one_weight
+    saved = assert_takes_what_is_held(model, fp8_base=True)
+    steps = [replace(STEP, lora_rank=4, fp8_base=is_fp8) for is_fp8 in (True, False)]
+    narrow, wide = (sum(parts(config, each, OURS).values()) for each in steps)
+    assert narrow <= wide - saved + 2 * HIDDEN * SIZE  # of one weight, dequantized where it is used
 
 
-def test_gpt_oss_is_estimated_dequantized(tmp_path: Path) -> None:
+def test_gpt_oss_is_estimated_dequantized() -> None:
     config = mixture("gpt_oss")
     config.quantization_config = {"quant_method": "mxfp4"}
     assert of_checkpoint(config, STEP) == STEP
