@@ -68,7 +68,7 @@ def test_offloaded_checkpoints_have_their_host_memory(
     title, *lines = printed.splitlines()
     assert "offloaded by liger_patch" in title
     (host,) = (line for line in lines if line.startswith("host memory"))
-    assert host.split()[2:] == ["-", "0.08", "0.08"]
+    assert host.split()[2:] == ["-", "0.08", "0.08"]  # 5 pieces: of all inputs but the last
     of_rows = printed.split("\nGiB of host memory for these ")[1].splitlines()
     (cells,) = (line.split()[2:] for line in of_rows if line.startswith("24 GiB"))
     assert cells[0] == "-"
