@@ -90,14 +90,19 @@ def test_any_number_of_ignored_labels_gives_the_loss_and_gradients_of_eager(
 
 
 @pytest.mark.slow
-def test_calls_with_and_without_labels_alternate() -> None:
+def test_calls_of_each_kind_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag is read at every compiled call, and labels are looked for."""
     model, uncompiled = make_model(), make_model()
     graphs = Graphs()
     compiled = torch.compile(model, backend=graphs)
     counts = []
     for seed in range(3):
         batch = batch_of(model, seed)
-        assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
+        for flag, deferred in (("", True), ("1", False), ("0", True)):
+            monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", flag)
+            assert is_deferred(compiled(**batch).logits) is deferred
+            assert patch_status(model).fused is deferred
+            assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
         batch.pop("labels")
         outputs, expected = compiled(**batch), uncompiled(**batch)
         assert outputs.loss is None
@@ -105,26 +110,6 @@ def test_calls_with_and_without_labels_alternate() -> None:
         torch.testing.assert_close(outputs.logits, expected.logits)
         counts.append(len(graphs.linears))
     assert len(set(counts)) == 1, "compiled again for a kind of call that was compiled before"
-
-
-@pytest.mark.slow
-def test_the_flag_is_read_at_every_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, uncompiled = make_model(), make_model()
-    graphs = Graphs()
-    compiled = torch.compile(model, backend=graphs)
-    batch = batch_of(model)
-    counts = []
-    for _ in range(2):
-        for flag, deferred in ((None, True), ("1", False), ("0", True)):
-            if flag is None:
-                monkeypatch.delenv("LIGER_PATCH_RETURN_LOGITS", raising=False)
-            else:
-                monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", flag)
-            assert is_deferred(compiled(**batch).logits) is deferred
-            assert patch_status(model).fused is deferred
-            assert_same_step(run(model, batch, compiled), run(uncompiled, batch))
-        counts.append(len(graphs.linears))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
