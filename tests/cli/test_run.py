@@ -12,12 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from gloo_group import COMMON, HELPERS, run_alone
 from slow_cases import slow_but
-from tiny_models import VOCAB_SIZE
+from tiny_models import tiny_model
 from tiny_text import preferences, prompts_and_completions, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 LOAD = """
 import sys
@@ -84,16 +82,7 @@ for _ in range(STEPS):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and a data set."""
     folder = tmp_path_factory.mktemp("made")
-    config: Any = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)  # with some weights, Adam turns a rounding into a whole step
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     if find_spec("datasets"):
         prompts_and_completions().to_json(folder / "sft.jsonl")
