@@ -23,19 +23,19 @@ from torch.utils._pytree import tree_leaves
 from liger_patch.patch.layer_input import Lane
 
 
+@dataclass(eq=False)
 class Stream:
     """A log. ``seen``: for each stream, how many of its entries are before the next one of this."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.seen: dict[Stream, int] = {}
+    name: str
+    seen: dict[Stream, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Event:
     """A place in the log of a stream, as ``torch.cuda.Event``."""
 
-    def __init__(self) -> None:
-        self.seen: dict[Stream, int] = {}
+    seen: dict[Stream, int] = field(default_factory=dict)
 
     def record(self, stream: Stream) -> None:
         self.seen = dict(stream.seen)

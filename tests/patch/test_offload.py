@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -223,10 +224,6 @@ def test_gradients_and_memory_on_a_gpu(reentrant: bool) -> None:
     assert peaks[0] - peaks[2] >= (fitting - 2) * size
 
 
-def plain_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    return checkpoint(*args, **kwargs, use_reentrant=False)
-
-
 class Checkpointed(GradientCheckpointingLayer):
     """A layer whose forward can modify what it is given."""
 
@@ -235,7 +232,7 @@ class Checkpointed(GradientCheckpointingLayer):
     def __init__(self, *, modifies: bool = False) -> None:
         super().__init__()
         self.modifies = modifies
-        setattr(self, FUNCTION, plain_checkpoint)
+        setattr(self, FUNCTION, functools.partial(checkpoint, use_reentrant=False))
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         y = x.sin()

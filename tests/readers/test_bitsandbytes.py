@@ -16,11 +16,10 @@ bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed"
 from liger_patch.readers.bitsandbytes import stamp  # noqa: E402
 from liger_patch.readers.quantized_weights import quantized_weight  # noqa: E402
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.bfloat16, torch.float32, torch.float16]
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
