@@ -209,6 +209,15 @@ def test_the_documents_table_is_what_is_measured_and_estimated() -> None:
     check_section(MEMORY, "estimated_peaks", f"{table_of(lines)}\n\n{promise}")
 
 
+def test_the_documents_table_has_the_measured_peaks() -> None:
+    """The slow test before this one computes its estimates anew."""
+    table = MEMORY.read_text(encoding="utf-8").split("estimated_peaks -->")[1]
+    rows = {_name(row): row for row in _rows()}
+    for name in SHOWN:
+        written = "UPDATE_README=1 python -m pytest tests/estimate -k table writes it"
+        assert f"| {' | '.join(_named(rows[name]))} |" in table, written
+
+
 @pytest.mark.slow
 def test_the_documents_longest_rows_are_those_of_its_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
