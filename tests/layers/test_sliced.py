@@ -1,5 +1,6 @@
-"""Feed-forward layers of long rows in slices, under gradient checkpointing and nowhere else where
-gradients are wanted: in whole models, beside eager's.
+"""Long rows under gradient checkpointing, and nowhere else where gradients are wanted: feed-forward
+layers run in slices, and projections keep the input of the norm before them, which they compute
+again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_step import assert_right, call, step, widened, with_checkpoints
 
 from liger_patch import apply_patch
-from liger_patch.kernels import chunk_sizes, gated_mlp
-from liger_patch.layers import checks, long_rows
+from liger_patch.kernels import chunk_sizes, gated_mlp, rms_norm
+from liger_patch.layers import checks, long_rows, lora
 from liger_patch.patch.forward import record_of
 from liger_patch.patch.offload import CheckpointOffload
 
@@ -265,3 +266,60 @@ def test_an_exported_layer_takes_rows_of_any_length(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         exported = torch.export.export(norm_and_mlp, (short,), dynamic_shapes=lengths, strict=False)
         torch.testing.assert_close(exported.module()(long), norm_and_mlp(long))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_projections_of_a_norm_keep_its_input(
+    model_type: str,
+    reentrant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Callable[..., list[Any]],
+) -> None:
+    """And give the bits of those that keep the norm."""
+    lora_models = pytest.importorskip("lora_models", reason="peft is not installed")
+    results, norms = [], record(rms_norm.NormInputs, "norm")
+    noted = record(lora, "run_lora_linears", lambda *args: args[3] is not None)
+    for least in (2**40, 0):
+        monkeypatch.setattr(long_rows, "LONG_INPUT_BYTES", least)
+        noted.clear()
+        norms.clear()
+        model = apply_patch(lora_models.adapted(model_type, dtype=torch.bfloat16))
+        with_checkpoints(model, reentrant)
+        batch = tiny_batch(model.get_base_model())
+        results.append(lora_models.training_step(model, batch, autocast=True))
+        # queries, keys and values of two layers, once more in the backward pass
+        expected = (2 if reentrant else 4, 2) if least == 0 else (0, 0)
+        assert (sum(noted), len(norms)) == expected
+    assert_same_bits(*results)
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "nothing": lambda x, y: None,
+    "the input": lambda x, y: x.add_(1),
+    "the norm": lambda x, y: y.add_(1),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (1, 3, 2, 8)], ids=["hidden states", "queries"])
+@pytest.mark.parametrize("which", CHANGES)
+def test_a_norm_that_has_changed_is_kept(which: str, shape: tuple[int, ...]) -> None:
+    """It is no longer what its source says. Norms of queries and keys are not noted: no projection
+    is behind them.
+    """
+    weight, found = torch.linspace(1.0, 2.0, 8), []
+
+    def layer(x: Tensor) -> Tensor:
+        x = x * 2.0
+        y = rms_norm.rms_norm(x, weight, 1e-6)
+        long_rows.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
+        with torch.no_grad():
+            CHANGES[which](x, y)
+        found.append((long_rows.source_of(y), y.detach()))
+        return y.sum()
+
+    checkpoint.checkpoint(layer, torch.randn(shape, requires_grad=True), use_reentrant=False)
+    ((source, y),) = found
+    assert (source is None) == (which != "nothing" or len(shape) == 4)
+    if source is not None:
+        assert torch.equal(source.norm(), y)
