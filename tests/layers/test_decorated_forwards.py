@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from exactness import assert_same_bits
 from tiny_models import tiny_batch, tiny_model
 from training_step import step
@@ -67,22 +67,30 @@ def test_the_decorator_of_an_attention_runs() -> None:
     assert torch.equal(found, attention(x, **arguments, position_ids=positions)[0])
 
 
+@pytest.mark.parametrize("is_marked", [True, False], ids=["functools.wraps", ""])
 def test_an_attention_whose_decorator_finds_its_forward_elsewhere_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    is_marked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And a warning names the kinds of layers that Transformers has taken away so."""
+
     def decorate(forward: Any) -> Any:
         found = {"forward": forward}  # no variable of the decorator
 
-        @functools.wraps(forward)
         def decorated(*args: Any, **kwargs: Any) -> Any:
             return found["forward"](*args, **kwargs)
 
-        return decorated
+        return functools.wraps(forward)(decorated) if is_marked else decorated
 
     monkeypatch.setitem(globals(), "__name__", "transformers.decorators")
-    says = pytest.warns(UserWarning, match="runs no attention and no rotary layer")
-    # nothing is promised on an older Transformers
-    with nullcontext() if registry.missing() else says:
-        counts = count_layers(apply_patch(with_forwards(decorate, "LlamaAttention")))
+    model = with_forwards(decorate, "LlamaAttention")
+    message = f"no attention and no rotary layer of Llama.* Transformers {transformers.__version__}"
+    if registry.missing():  # nothing is promised on an older Transformers
+        apply_patch(model)
+    else:
+        with pytest.warns(UserWarning, match=message) as caught:
+            apply_patch(model)
+        assert len(caught) == 1
+    counts = count_layers(model)
     assert counts["rotary"] == counts["attention"] == 0
     assert counts["gated"] == 2
+    apply_patch(model, layers=["rms_norm", "gated"])  # without a warning

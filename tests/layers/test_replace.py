@@ -90,24 +90,6 @@ def test_a_layer_that_the_model_lacks_is_an_error_and_changes_nothing(
     assert count_layers(model) == counts
 
 
-def test_a_warning_names_the_kinds_that_transformers_has_taken_away(monkeypatch: Any) -> None:
-    """Here, as a decorator of Transformers around each forward would: no table is found there."""
-    from transformers.models.llama.modeling_llama import LlamaAttention
-
-    elsewhere = {"__name__": transformers.__name__ + ".utils", "forward": LlamaAttention.forward}
-    source = "def wrapped(self, *args, **kwargs): return forward(self, *args, **kwargs)"
-    exec(source, elsewhere)
-    monkeypatch.setattr(LlamaAttention, "forward", elsewhere["wrapped"])
-    message = f"no attention and no rotary layer of Llama.* Transformers {transformers.__version__}"
-    if registry.missing():
-        pytest.skip("on an older Transformers nothing is promised")
-    with pytest.warns(UserWarning, match=message) as caught:
-        model = apply_patch(tiny_model())
-    assert len(caught) == 1
-    assert count_layers(model)["rms_norm"] > 0
-    apply_patch(tiny_model(), layers=["rms_norm", "gated"])  # without a warning
-
-
 def test_layers_that_are_all_hooked_are_left_alone() -> None:
     accelerate_hooks = pytest.importorskip("accelerate.hooks")
     model = tiny_model()
@@ -137,9 +119,10 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     """Liger-Kernel and Unsloth replace functions of Transformers for all models of a kind."""
     from transformers.models.llama import modeling_llama as llama
 
-    model, batch = tiny_model(), tiny_batch(tiny_model())
+    model, batch, calls = tiny_model(), tiny_batch(tiny_model()), []
     norm, gate = llama.LlamaRMSNorm.forward, llama.LlamaMLP.forward
-    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", lambda self, x: 2 * norm(self, x))
+    counted = functools.wraps(norm)(lambda self, x: calls.append(1) or norm(self, x))
+    monkeypatch.setattr(llama.LlamaRMSNorm, "forward", counted)  # it computes the same
     monkeypatch.setattr(llama.LlamaMLP, "forward", lambda self, x: 2 * gate(self, x))
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, *tables, **options: (q, k))
     eager = step(model, batch)
@@ -148,7 +131,9 @@ def test_what_others_have_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch
     says = pytest.warns(UserWarning, match="no rotary layer of .* or another library changes them")
     with nullcontext() if registry.missing() else says:  # nothing is promised on an older one
         apply_patch(model)
+    calls.clear()
     torch.testing.assert_close(step(model, batch), eager)
+    assert len(calls) == 5
 
 
 @pytest.mark.parametrize("method", ["forward", "_norm"])
@@ -223,24 +208,6 @@ def test_layers_that_hooks_hold_since_stay_on_kernels(hooked: str) -> None:
     assert model(**batch).loss == expected
     apply_patch(model, layers=["rotary"])
     assert count_layers(model) == dict.fromkeys(counts, 0) | {"rotary": counts["rotary"]}
-
-
-def test_a_layer_keeps_what_a_decorator_has_wrapped_around_its_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, calls = tiny_model(), []
-    own = type(model.model.norm).forward
-
-    @functools.wraps(own)
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return own(*args)
-
-    monkeypatch.setattr(type(model.model.norm), "forward", counted)
-    apply_patch(model, layers=True)
-    assert count_layers(model)["rms_norm"] == 0
-    model(**tiny_batch(model))
-    assert len(calls) == 5
 
 
 @pytest.mark.parametrize("layers", [True, ["rms_norm", "attention", "gated"]], ids=str)
