@@ -121,25 +121,21 @@ def test_a_state_is_left_to_transformers(calls: list[str]) -> None:
 @pytest.fixture
 def library_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The calls of a rule that Transformers found in flash-linear-attention."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
-    own, called = modeling.torch_chunk_gated_delta_rule, []
+    own, called = inspect.unwrap(modeling.torch_chunk_gated_delta_rule), []
 
+    @functools.wraps(own)
     def implementation(*args: Any, **options: Any) -> Any:
         called.append(1)
         return own(*args, **options)
 
-    monkeypatch.setattr(implementation, "__module__", "fla.ops", raising=True)
-    own_globals = {**own.__globals__, "__name__": modeling.__name__}
-    source = (
-        "def decorated(implementation):\n"
-        "    @functools.wraps(own)\n"
-        "    def rule(*args, **options): return implementation(*args, **options)\n"
-        "    return rule"
-    )
-    own_globals |= {"functools": functools, "own": inspect.unwrap(own)}
-    exec(source, own_globals)
-    monkeypatch.setattr(modeling, own.__name__, own_globals["decorated"](implementation))
+    implementation.__module__ = "fla.ops"
+    library = types.SimpleNamespace(chunk_gated_delta_rule=implementation)
+    monkeypatch.setitem(sys.modules, "library", library)
+    decorate = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "library")
+    monkeypatch.setattr(modeling, own.__name__, decorate(own))
     # its classes of other tests took this function for one that came after the patch
     fresh = once_for_each_class(inspect.unwrap(recurrent.recurrent_on_kernels))
     monkeypatch.setattr(recurrent, "recurrent_on_kernels", fresh)
@@ -245,16 +241,12 @@ def test_200_steps_of_packed_rows_have_the_losses_of_their_sequences(
         lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(model, lora)
     ours = apply_patch(copy.deepcopy(model))
-    truth, eager = (losses(each, apart) for each in (widened(model), copy.deepcopy(model)))
+    truth, eager = (losses(each, truth_of) for each in (widened(model), copy.deepcopy(model)))
     assert not calls
     found = losses(ours, lambda model, samples: step(model, positions_only(samples)))
     assert calls == ["causal_conv", "gated_delta_rule"] * len(layers_of(ours)) * 200
     assert truth[-1] < truth[0] - 0.1
     assert_no_worse({"": found}, {"": eager}, {"": truth}, torch.float32, eps=4)
-
-
-def apart(model: Any, samples: list[Sample]) -> Step:
-    return truth_of(model, samples)
 
 
 def losses(model: Any, take_step: Callable[[Any, list[Sample]], Step]) -> Tensor:

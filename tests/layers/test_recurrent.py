@@ -11,7 +11,6 @@ import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -319,25 +318,13 @@ def test_generation_is_eagers(name: str) -> None:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def wrapped_kernel(name: str, kernel: Callable[..., Any], own: Callable[..., Any]) -> Any:
-    """A kernel of some package, wrapped as Transformers wraps it."""
-    from transformers.integrations import hub_kernels
-
-    package: Any = types.ModuleType("package_of_kernels")
-    setattr(package, name, kernel)
-    sys.modules["package_of_kernels"] = package
-    try:
-        decorate = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "package_of_kernels")
-        return decorate(own)
-    finally:
-        del sys.modules["package_of_kernels"]
-
-
 @pytest.mark.parametrize("kernels", [("chunk", "conv"), ("chunk",), ("conv",), ()], ids=str)
 def test_kernels_that_keep_sequences_apart_get_one_row(
     kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels of which one does not keep them apart get unpacked sequences."""
+    from transformers.integrations import hub_kernels
+
     model = make_model(DELTA)
     layer = next(m for m in model.modules() if recurrent.carries_state(m))
     module = sys.modules[type(layer).__module__]
@@ -366,12 +353,15 @@ def test_kernels_that_keep_sequences_apart_get_one_row(
         return torch.cat([own_convolution(each, weight, bias, activation) for each in parts], -1)
 
     truth = truth_of(model, make_samples(*LENGTHS))
-    if "chunk" in kernels:
-        wrapped = wrapped_kernel("chunk_gated_delta_rule", rule, own_rule)
-        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", wrapped)
-    if "conv" in kernels:
-        wrapped = wrapped_kernel("causal_conv1d_fn", convolution, own_convolution)
-        monkeypatch.setattr(module, "causal_conv1d_fn", wrapped)
+    package = types.SimpleNamespace(chunk_gated_delta_rule=rule, causal_conv1d_fn=convolution)
+    monkeypatch.setitem(sys.modules, "package", package)
+    for kind, name, own in (
+        ("chunk", "chunk_gated_delta_rule", own_rule),
+        ("conv", "causal_conv1d_fn", own_convolution),
+    ):
+        if kind in kernels:
+            wrap = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "package")
+            monkeypatch.setattr(module, own.__name__, wrap(own))
     layer.__class__ = type(type(layer).__name__, (type(layer),), {})  # looked at anew
     with patched(model):
         for packing in (positions_only, two_rows, flattened_for_kernels):
