@@ -224,31 +224,6 @@ def test_checkpoints(way: str, reentrant: bool, calls: Calls) -> None:
     assert 0 < products[1] <= products[0]
 
 
-PLAIN_OPTIONS: dict[str, dict[str, Any]] = {
-    "rank-stabilised": {"use_rslora": True, "lora_alpha": 5},
-    "pattern of ranks": {"rank_pattern": {"q_proj": 2, "down_proj": 7}},
-    "pattern of scales": {"alpha_pattern": {"k_proj": 3, "up_proj": 20}},
-    "rank 1": {"r": 1},
-    "PiSSA": {"init_lora_weights": "pissa"},
-    "OLoRA": {"init_lora_weights": "olora"},
-    "B of zeros": {"init_lora_weights": True},
-    "layers": {"layers_to_transform": [0, 1]},
-}
-
-
-@pytest.mark.parametrize("options", PLAIN_OPTIONS.values(), ids=PLAIN_OPTIONS)
-def test_options_of_a_plain_adapter(options: dict[str, Any], calls: Calls) -> None:
-    base = tiny_model()  # decompositions come in float32
-    eager = adapted(base=base, **options).double()
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
-    truth = training_step(eager, batch)
-    calls.clear()
-    ours = training_step(model, batch)
-    assert calls.taken(model) == (LAYER * 2, [])
-    if options.get("init_lora_weights") is not True:  # of which half the gradients are zero
-        assert_same_step(ours, truth)
-
-
 def test_adapters_that_are_frozen_in_turn_get_no_gradient() -> None:
     eager, model, batch = copies()
     for frozen in ("lora_A", "lora_B", "layers.0", "layers.1", "mlp"):

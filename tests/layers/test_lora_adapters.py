@@ -134,9 +134,21 @@ def at(name: str, change: Callable[[Any], object], reason: str = "hooks") -> Cas
     return Case(of(name, change), reason, (name,), layers=1)
 
 
+def with_options(*why: Any, trains: bool = True, **options: Any) -> Case:
+    """No change, but options of the adapter."""
+    return Case(lambda _: None, *why, options=options, trains=trains)
+
+
 OTHERS_THAN_SECOND = tuple(name for name in ALL if name not in ("q_proj", "up_proj"))
 FEW = {"target_modules": ["q_proj"]}
 CASES = {
+    "rank-stabilised": with_options(use_rslora=True, lora_alpha=5),
+    "pattern of ranks": with_options(rank_pattern={"q_proj": 2, "down_proj": 7}),
+    "pattern of scales": with_options(alpha_pattern={"k_proj": 3, "up_proj": 20}),
+    "rank 1": with_options(r=1),
+    "PiSSA": with_options(init_lora_weights="pissa"),
+    "OLoRA": with_options(init_lora_weights="olora"),
+    "B of zeros": with_options(init_lora_weights=True, trains=False),  # gradients of A are zero
     "second adapter, not active": Case(added),
     "switched": Case(switched, "0 active", OTHERS_THAN_SECOND),
     "switched back": Case(lambda m: switched(m, back=True)),
@@ -161,8 +173,8 @@ CASES = {
     "no active adapter": Case(
         lambda m: m.base_model.set_adapter([]), "0 active", ALL, trains=False
     ),
-    "DoRA": Case(lambda _: None, "DoraLinearVariant", ALL, {"use_dora": True}),
-    "bias of B": Case(lambda _: None, "lora_bias=True", ALL, {"lora_bias": True}),
+    "DoRA": with_options("DoraLinearVariant", ALL, use_dora=True),
+    "bias of B": with_options("lora_bias=True", ALL, lora_bias=True),
     "merged": Case(lambda m: m.merge_adapter(), "adapters are merged", ALL, trains=False),
     "disabled": Case(
         lambda m: m.base_model.disable_adapter_layers(), "adapters are disabled", ALL, trains=False
@@ -183,8 +195,7 @@ CASES = {
 }
 if hasattr(peft.tuners.lora.config, "BdLoraConfig"):  # from PEFT 0.19 on
     blocks = peft.tuners.lora.config.BdLoraConfig(["o_proj"], ["q_proj"], 2, match_strict=False)
-    how = {"r": 4, "use_bdlora": blocks}
-    CASES["matrices of blocks"] = Case(lambda _: None, "BdLoraLinearVariant", ALL, how)
+    CASES["matrices of blocks"] = with_options("BdLoraLinearVariant", ALL, use_bdlora=blocks)
 
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")  # of a base without one
@@ -192,7 +203,8 @@ if hasattr(peft.tuners.lora.config, "BdLoraConfig"):  # from PEFT 0.19 on
 def test_every_call_asks_which_layers_are_plain(name: str, calls: Calls) -> None:
     """And the status says why the others are not."""
     case = CASES[name]
-    eager, model, batch = copies(**case.options)
+    eager = adapted(base=tiny_model(), **case.options).double()  # decompositions are in float32
+    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
     training_step(model, batch)
     for each in (eager, model):
         case.change(each)
