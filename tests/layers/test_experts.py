@@ -26,7 +26,7 @@ from lora_models import (
 )
 from rows import every_row, model_type
 from tiny_models import ROWS, tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import nn
 from training_step import (
     assert_right,
     assert_same_step,
@@ -50,34 +50,22 @@ pytestmark = [
 
 GPT = "gpt_oss"
 MIXTURES = [row for row in registry.available() if "experts" in row.kinds.split()]
-
-
-class Runs:
-    """The calls of the operator: which of its weights have adapters beside them, and the tokens of
-    a slice.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._found: list[tuple[bool, bool]] = []
-        self.slices: list[int | None] = []
-        run = experts.run_experts
-
-        def recorded(*arguments: Any) -> Tensor:
-            self._found.append((arguments[3].a is not None, arguments[4].a is not None))
-            self.slices.extend(arguments[7:])  # a probe gives none
-            return run(*arguments)
-
-        monkeypatch.setattr(experts, "run_experts", recorded)
-
-    def of_step(self, model: Any, batch: Any) -> list[tuple[bool, bool]]:
-        self._found.clear()
-        training_step(model, batch)
-        return list(self._found)
+Runs = Callable[[Any, Any], list[tuple[bool, bool]]]
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
+def runs(record: Callable[..., list[Any]]) -> Runs:
+    """A function that takes a step, and returns of each call of the operator which of its weights
+    have adapters beside them.
+    """
+    found = record(experts, "run_experts", lambda *a: (a[3].a is not None, a[4].a is not None))
+
+    def of_step(model: Any, batch: Any) -> list[tuple[bool, bool]]:
+        found.clear()
+        training_step(model, batch)
+        return [*found]
+
+    return of_step
 
 
 @pytest.mark.parametrize("row", every_row(MIXTURES), ids=model_type)
@@ -93,7 +81,7 @@ def check_adapters(base: Any, runs: Runs) -> None:
     assert "PEFT's own forward" not in str(patch_status(model))
     assert_same(model, eager, batch)
     of_text = [name for name in names if ".vision_moe." not in name]  # there is no image
-    assert runs.of_step(model, batch) == [(True, True)] * len(of_text) > []
+    assert runs(model, batch) == [(True, True)] * len(of_text) > []
 
 
 def test_adapters_of_the_mixture_of_gemma_4(runs: Runs) -> None:
@@ -129,7 +117,7 @@ def test_options_of_an_adapter(options: dict[str, Any], kind: str, runs: Runs) -
     assert_same(model, eager, batch)
     parameters = options.get("parameters", BOTH)
     wanted = tuple(name in parameters for name in BOTH)
-    assert runs.of_step(model, batch) == [wanted] * 2
+    assert runs(model, batch) == [wanted] * 2
     assert not_plain(model) == {}
     ranks = {each.r["default"] for each in model.modules() if experts.is_wrapper(each)}
     assert ranks == ({2, 4} if "rank_pattern" in options else {options.get("r", 4)})
@@ -145,7 +133,7 @@ def test_every_precision_is_no_worse_than_eager(way: str, kind: str, runs: Runs)
     model = apply_patch(copy.deepcopy(eager_model))
     eager, ours = (training_step(m, batch, autocast=autocast) for m in (eager_model, model))
     assert ours["loss"].dtype == eager["loss"].dtype
-    assert runs.of_step(model, batch) == [(True, True)] * 2
+    assert runs(model, batch) == [(True, True)] * 2
     assert_right(ours, eager, training_step(wide, batch), dtype if not autocast else torch.bfloat16)
 
 
@@ -210,7 +198,7 @@ def test_every_call_asks_whether_adapters_are_plain(name: str, runs: Runs) -> No
     for each in (eager, model):
         change(each)
     assert_same(model, eager, batch)
-    assert runs.of_step(model, batch) == found
+    assert runs(model, batch) == found
     assert not_plain(model) == ({reason: 4} if reason else {})
     if reason:
         assert f"4 in PEFT's own forward: {reason}" in str(patch_status(model))
@@ -219,13 +207,13 @@ def test_every_call_asks_whether_adapters_are_plain(name: str, runs: Runs) -> No
 def test_the_status_names_experts_of_another_implementation(runs: Runs) -> None:
     model = apply_patch(tiny_model(ROWS["qwen3_moe"]))
     model.set_experts_implementation("batched_mm")
-    assert not runs.of_step(model, tiny_batch(model))
+    assert not runs(model, tiny_batch(model))
     number = count_layers(model)["experts"]
     said = f"{number} experts in Transformers' own code: batched_mm"
     assert number > 0
     assert said in str(patch_status(model))
     model.set_experts_implementation("eager")
-    assert len(runs.of_step(model, tiny_batch(model))) == number
+    assert len(runs(model, tiny_batch(model))) == number
     assert "batched_mm" not in str(patch_status(model))
 
 
@@ -241,7 +229,7 @@ def test_the_named_layers_are_on_kernels(layers: Any, first: str, runs: Runs) ->
         model = apply_patch(apply_patch(copy.deepcopy(eager)), layers=layers)
     batch, is_named = batch_of(eager), layers is True or "experts" in layers
     assert_same(model, eager, batch)
-    assert runs.of_step(model, batch) == [(True, True)] * 2 * is_named
+    assert runs(model, batch) == [(True, True)] * 2 * is_named
     counts = {name: count for name, count in count_layers(model).items() if count}
     assert counts.get("experts", 0) == 2 * is_named
     assert layers is True or counts.keys() <= {*layers}
@@ -257,17 +245,19 @@ def test_checkpoints_give_the_same_bits(way: str, reentrant: bool, runs: Runs) -
     expected = training_step(model, batch, autocast=autocast)
     with_checkpoints(model, reentrant)
     assert_same_bits(training_step(model, batch, autocast=autocast), expected)
-    assert len(runs.of_step(model, batch)) == 4  # each layer twice
+    assert len(runs(model, batch)) == 4  # each layer twice
 
 
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> list[int | None]:
+def slices(monkeypatch: pytest.MonkeyPatch, record: Callable[..., list[Any]]) -> list[Any]:
     """Those of each call of the operator; every row is a long one."""
     if checks.TOP_HOOKS is None:
         pytest.skip("torch 2.6 does not tell its hooks")
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 16384)
-    return runs.slices
+    slices: list[int | None] = []
+    record(experts, "run_experts", lambda *arguments: slices.extend(arguments[7:]))  # not a probe's
+    return slices
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -325,3 +315,4 @@ def test_experts_that_train_themselves(autocast: bool, kind: str, runs: Runs) ->
     wide = copy.deepcopy(eager_model).double()
     eager, ours = (step(each, batch, autocast=autocast) for each in (eager_model, model))
     assert_right(ours, eager, step(wide, batch), torch.bfloat16 if autocast else torch.float32)
+    assert runs(model, batch) == [(False, False)] * 2
