@@ -27,13 +27,6 @@ def calls(record: Callable[..., list[Any]]) -> list[Any]:
     return record(mlp, "run_gated_mlp")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "glm4"])
-def test_plain_projections_are_one_function(model_type: str, calls: list[Any]) -> None:
-    model = apply_patch(tiny_model(model_type), layers=True)
-    model(**tiny_batch(model))
-    assert len(calls) == model.config.num_hidden_layers
-
-
 def other_product(ran: list[int], patch: pytest.MonkeyPatch) -> None:
     own = nn.functional.linear
     patch.setattr(nn.functional, "linear", lambda *args: ran.append(1) or own(*args))
@@ -298,13 +291,11 @@ def test_a_patch_calls_no_hook_and_draws_no_random_number() -> None:
     for module in (layer, *layer.children()):
         module.register_forward_hook(lambda *_: calls.append(1))
     hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
-    torch.manual_seed(0)
-    expected = torch.rand(())
-    torch.manual_seed(0)
+    before = torch.get_rng_state()
     try:
         apply_patch(model, layers=True)
     finally:
         hook.remove()
-    assert torch.rand(()) == expected
+    assert torch.equal(torch.get_rng_state(), before)
     assert count_layers(model)["gated"] == 2
     assert not calls

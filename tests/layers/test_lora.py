@@ -172,14 +172,6 @@ def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) ->
     assert calls.taken(model) == ([("k_proj",)], [])
 
 
-def test_one_row_and_no_rows() -> None:
-    _, model, _ = copies()
-    layer = first(model, "q_proj")
-    for shape in ((32,), (0, 32), (2, 0, 32)):
-        y = layer(torch.randn(shape).double())
-        assert y.shape == (*shape[:-1], layer.out_features)
-
-
 @pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])

@@ -209,18 +209,12 @@ def _another_function(model: Any, batch: Any, patches: Any) -> list[int]:
     return _replaced(table, "sdpa", patches, patches.setitem)
 
 
-def _without_its_name(model: Any, batch: Any, patches: Any) -> None:
-    apply_patch(model, layers=["rms_norm", "rotary", "gated"])
-    assert count_layers(model)["attention"] == 0
-
-
 KEEP_THEIR_MASKS: dict[str, Callable[[Any, Any, Any], list[int] | None]] = {
     "float mask": _float_mask,
     "dropout": _dropout,
     "inference mode": lambda *_: None,
     "replaced SDPA": _another_sdpa,
     "function of another library": _another_function,
-    "other layers": _without_its_name,
     "eager": lambda model, *_: model.set_attn_implementation("eager"),
     "flex_attention": lambda model, *_: model.set_attn_implementation("flex_attention"),
     "inner model": lambda *_: None,

@@ -121,7 +121,7 @@ def test_its_own_forward_has_the_gradients_of_input_and_bias() -> None:
     layer.bias.requires_grad_()
     x = torch.randn(2, 3, 32)
     wide = x.double().requires_grad_()
-    y, truth = layer(x.requires_grad_()), plain(wide)
+    y, truth = layer(x.requires_grad_()).add_(1.0), plain(wide) + 1.0  # which others may write to
     upstream = torch.randn(2, 3, 64)
     y.backward(upstream)
     truth.backward(upstream.double())
@@ -189,13 +189,6 @@ def test_the_weight_tells_dtype_and_shape_alone() -> None:
         with pytest.raises(RuntimeError, match="weight is held in FP8 by quantize_base"):
             weight.float()
     assert layer.half().self_attn.q_proj.weight.dtype == torch.float16
-
-
-def test_a_result_can_be_written_to() -> None:
-    layer: Any = quantize_base(base()).model.layers[0].self_attn.q_proj  # it has a bias
-    x = torch.randn(2, 3, 32, requires_grad=True)
-    layer(x).add_(1.0).sum().backward()
-    assert x.grad is not None
 
 
 def test_layers_that_train_are_left() -> None:
