@@ -11,10 +11,8 @@ import pytest
 import torch
 from attention_models import (
     CONFIGS,
-    SIZES,
     TOKENS,
     WARNINGS,
-    WINDOW,
     Calls,
     causal_mask,
     make_batch,
@@ -24,7 +22,7 @@ from attention_models import served_calls as served_calls
 from tiny_models import tiny_model
 from torch import Tensor
 from training_step import assert_right, step, widened
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import NOTICE
 
@@ -36,19 +34,8 @@ pytestmark = WARNINGS
 
 def test_padding_of_zeros_gives_finite_gradients(calls: Calls) -> None:
     """Gemma 3n divides by the size of a hidden state, and that of a new padding token is zero."""
-    torch.manual_seed(0)
-    config = Gemma3nTextConfig(
-        **SIZES | {"num_hidden_layers": 4},
-        vocab_size_per_layer_input=131,
-        hidden_size_per_layer_input=8,
-        laurel_rank=4,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=WINDOW,
-        activation_sparsity_pattern=[0.0] * 4,
-        use_cache=False,
-    )
-    model, batch = AutoModelForCausalLM.from_config(config), make_batch("padded")
+    model, batch = tiny_model("gemma3n_text"), make_batch("padded")
+    model.config.use_cache = False
     batch["input_ids"] = batch["input_ids"] * batch["attention_mask"]
     assert not model.get_input_embeddings().weight[0].any()
     truth, own = step(widened(model), batch), step(model, batch)

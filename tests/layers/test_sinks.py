@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from attention_models import WARNINGS, make_batch
+from attention_models import SIZES, WARNINGS, make_batch
 from training_step import assert_right, step, widened
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -21,21 +21,9 @@ pytestmark = WARNINGS
 def gpt_oss() -> Any:
     """Return a model with a layer of each kind, and random sinks."""
     torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=131,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=4,  # all: a rounded router would choose others
-        use_cache=False,
-        sliding_window=9,
-        max_position_embeddings=128,
-        pad_token_id=0,
-    )
+    # all experts: a rounded router would choose others
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 4}
+    config = GptOssConfig(**sizes, use_cache=False, sliding_window=9, max_position_embeddings=128)
     model: Any = GptOssForCausalLM(config)
     model.set_experts_implementation("eager")
     for layer in model.model.layers:
