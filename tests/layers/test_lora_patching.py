@@ -68,8 +68,6 @@ def test_the_named_layers_are_on_kernels(
     counts = {name: count for name, count in count_layers(model).items() if count}
     assert counts.get("lora", 0) == 14 * on_kernels
     assert layers in (True, False) or counts.keys() <= {*layers}
-    revert_patch(model)
-    assert not any(hasattr(type(layer), "_liger_patch_layers") for layer in model.modules())
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

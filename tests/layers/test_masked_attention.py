@@ -187,10 +187,6 @@ def _dropout(model: Any, batch: Any, patches: Any) -> None:
         layer.self_attn.attention_dropout = 0.1
 
 
-def _float_mask(model: Any, batch: Any, patches: Any) -> None:
-    batch["attention_mask"] = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float32)
-
-
 def _replaced(table: Any, name: str, patches: Any, replace: Callable[..., None]) -> list[int]:
     own, ran = table[name] if isinstance(table, dict) else getattr(table, name), []
     replace(table, name, lambda *args, **options: ran.append(1) or own(*args, **options))
@@ -210,7 +206,9 @@ def _another_function(model: Any, batch: Any, patches: Any) -> list[int]:
 
 
 KEEP_THEIR_MASKS: dict[str, Callable[[Any, Any, Any], list[int] | None]] = {
-    "float mask": _float_mask,
+    "float mask": lambda _, batch, __: batch.update(
+        attention_mask=torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float32)
+    ),
     "dropout": _dropout,
     "inference mode": lambda *_: None,
     "replaced SDPA": _another_sdpa,

@@ -48,10 +48,6 @@ def normed(self: Any, x: Tensor) -> Tensor:
     return rms_norm(x.float(), x.shape[-1:], None, self.variance_epsilon).to(x.dtype)
 
 
-def of_its_own_size(self: Any, x: Tensor) -> Tensor:
-    return rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
-
-
 def of_groups(self: Any, x: Tensor) -> Tensor:
     """Of as many features as a norm is tried on."""
     return self.weight * normed(self, x.unflatten(-1, (-1, PROBED))).flatten(-2)
@@ -61,7 +57,7 @@ OTHER_FORWARDS: dict[str, Callable[..., Tensor]] = {
     "another epsilon": lambda self, x: self.weight * rms_norm(x, x.shape[-1:], None, 1e-3),
     "another dtype": lambda self, x: LLAMA_NORM_FORWARD(self, x).to(torch.float32),
     "more arguments": lambda self, x, gate: LLAMA_NORM_FORWARD(self, x) * gate,
-    "its own size": of_its_own_size,
+    "its own size": lambda self, x: rms_norm(x, (self.hidden_size,), self.weight, 1e-6),
     "groups": of_groups,
     "limited": lambda self, x: LLAMA_NORM_FORWARD(self, x.clamp(-10.0, 10.0)),
     "limited weight": lambda self, x: self.weight.clamp(max=4.0) * normed(self, x),
