@@ -13,6 +13,7 @@ import torch
 from dequantized_steps import assert_close, check_checkpoints, check_evaluation, step, with_adapters
 from exactness import assert_no_worse
 from peft import LoraConfig, PeftModel
+from tiny_models import tiny_model
 from torch import nn
 from transformers import (
     JambaConfig,
@@ -21,8 +22,6 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from liger_patch import apply_patch, patch_status, quantize_base, revert_patch
@@ -159,20 +158,13 @@ def test_which_layers_are_held() -> None:
     assert short == [*(f"0.{n}" for n in attention), *(f"1.{n}" for n in (*mlp, *attention))]
 
 
-def t5() -> Any:
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-    config = T5Config(**sizes, vocab_size=96, dropout_rate=0.0)
-    config.decoder_start_token_id = 0
-    return T5ForConditionalGeneration(config)
-
-
 def jamba() -> Any:
     sizes = {"num_experts": 1, "expert_layer_offset": 8, "expert_layer_period": 9}
     mixers = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 16}
     return JambaForCausalLM(JambaConfig(**SIZES, **sizes, **mixers, use_mamba_kernels=False))
 
 
-@pytest.mark.parametrize("make", [t5, jamba])
+@pytest.mark.parametrize("make", [lambda: tiny_model("t5"), jamba], ids=["t5", "jamba"])
 def test_code_that_reads_a_weight_runs(make: Callable[[], Any]) -> None:
     """T5 casts to the dtype of a weight, and mixers of Mamba multiply by theirs."""
     torch.manual_seed(0)

@@ -20,7 +20,6 @@ from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from training_step import assert_right, call, step, widened, with_checkpoints
 
 from liger_patch import apply_patch
@@ -96,17 +95,6 @@ def test_adapters_train_as_at_once(way: str, reentrant: bool, runs: list[int]) -
         return
     assert len(runs) == (4 if reentrant else 2)
     assert_right(ours, plain, lora_models.training_step(wide, batch), dtype)
-
-
-def test_checkpointing_computes_as_much_as_eager() -> None:
-    counts = []
-    for layers in (False, True):
-        model = apply_patch(with_checkpoints(tiny_model(), False), layers=layers)
-        with FlopCounterMode(display=False) as counted:
-            model(**tiny_batch(model)).loss.backward()
-        counts.append(counted.get_total_flops())
-    eager, ours = counts
-    assert 0 < ours <= eager
 
 
 def test_offloaded_checkpoints(runs: list[int]) -> None:
