@@ -131,37 +131,13 @@ def selective(model: Any) -> Any:
     return model
 
 
-def hooked(model: Any) -> Any:
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
-    return with_checkpoints(model, False)
-
-
-def biased(model: Any) -> Any:
-    for layer in model.model.layers:
-        layer.mlp.up_proj.bias = nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
-    return with_checkpoints(model, False)
-
-
-AT_ONCE: dict[str, Callable[[Any], Any]] = {
-    "no checkpoints": lambda model: model,
-    "selective checkpoints": selective,
-    "hooks": hooked,
-    "a bias": biased,
-}
-
-
-@pytest.mark.parametrize("change", AT_ONCE.values(), ids=AT_ONCE)
-def test_what_runs_at_once(change: Callable[[Any], Any], runs: list[int]) -> None:
-    model = apply_patch(change(tiny_model().train()))
-    model(**tiny_batch(model)).loss.backward()
-    assert not runs
-
-
-def test_other_hooks_of_saved_tensors_run_at_once(runs: list[int]) -> None:
-    """What they hold is not computed again."""
+@pytest.mark.parametrize("kind", ["no checkpoints", "selective checkpoints", "save_on_cpu"])
+def test_what_runs_at_once(kind: str, runs: list[int]) -> None:
+    """What other hooks of saved tensors hold is not computed again."""
     model = apply_patch(tiny_model().train())
-    with save_on_cpu():
+    if kind == "selective checkpoints":
+        selective(model)
+    with save_on_cpu() if kind == "save_on_cpu" else nullcontext():
         model(**tiny_batch(model)).loss.backward()
     assert not runs
 
