@@ -115,7 +115,11 @@ def test_documents_have_what_is_generated_for_them(name: str) -> None:
 
 
 def test_every_section_of_the_documents_is_generated() -> None:
-    of_others = {"kinds", "engines", "estimated_peaks"}  # by tests of heads, engines, estimates
+    of_others = {
+        "kinds",
+        "engines",
+        "estimated_peaks",
+    }  # test_head_kinds, test_distributed, test_calibration
     found = {
         name
         for document in (README, *DOCS.glob("*.md"))

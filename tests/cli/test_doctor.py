@@ -26,7 +26,7 @@ def ran(capsys: pytest.CaptureFixture[str]) -> Ran:
 def test_this_machine_passes_also_where_variables_ask_for_logits(
     monkeypatch: pytest.MonkeyPatch, ran: Ran, record: Callable[..., list[bool]]
 ) -> None:
-    """With the kernels of all GPUs."""
+    """The report runs the kernels for Hopper, and those for other GPUs."""
     asked = record(liger_patch, "linear_cross_entropy", lambda *_, hopper_kernels: hopper_kernels)
     monkeypatch.setenv("LIGER_PATCH_CHUNK_MIB", "64")
     monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")

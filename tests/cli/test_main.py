@@ -208,5 +208,5 @@ def test_a_quantized_checkpoint_has_its_bits_or_an_error_with_its_method(
 
 
 def test_an_error_without_words_is_its_kind() -> None:
-    """test_run.py has one with several lines."""
+    """One of several lines: test_a_script_that_fails_as_it_is_runs_patched."""
     assert described(ValueError()) == "ValueError"

@@ -156,10 +156,11 @@ def test_a_head_that_multiplies_by_a_plain_weight_is_fused(change: Callable) -> 
     assert_fused(model_with(change))
 
 
+@pytest.mark.parametrize("how", [{}, {"always_call": True}], ids=str)
 @pytest.mark.parametrize("model_type", ["gemma2", "llama"])
-def test_a_hook_that_scales_the_logits_is_fused(model_type: str) -> None:
+def test_a_hook_that_scales_the_logits_is_fused(model_type: str, how: dict[str, bool]) -> None:
     model = widened(tiny_model(model_type))
-    hook(lambda logits: logits * 0.5)(model.lm_head)
+    model.lm_head.register_forward_hook(lambda head, args, logits: logits * 0.5, **how)
     assert_fused(model)
 
 

@@ -85,6 +85,7 @@ READINGS: dict[str, Callable[[Tensor], Any]] = {
     "times tensor": lambda x: x * torch.tensor(2.0),
     "times itself": lambda x: x * x,
     "over number": lambda x: x / 7,
+    "floor division": lambda x: x // 0.1,
     "over tensor": lambda x: x / torch.tensor(7.0),
     "tanh": lambda x: x.tanh(),
     "softcap": lambda x: torch.tanh(x / 3.0) * 3.0,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -24,15 +21,3 @@ def assert_rows_are(weight: LayerWeight, truth: Tensor) -> None:
     assert (rows.dtype, rows.requires_grad) == (truth.dtype, False)
     assert rows.is_contiguous()
     assert torch.equal(rows, truth)
-
-
-def in_float64(model: Any) -> Any:
-    """The same model with the quantized weights written out."""
-    wide = copy.deepcopy(model)
-    for name, layer in list(wide.named_modules()):
-        weight = quantized_weight(layer, model.dtype)
-        if weight is not None:
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
-            plain.weight = nn.Parameter(weight.dequantized(), requires_grad=False)
-            wide.set_submodule(name, plain)
-    return wide.double()

@@ -131,6 +131,14 @@ def truth_of(model: PreTrainedModel, samples: list[Sample]) -> Step:
     return averaged(model, logits, samples)
 
 
+def packed_eagerly(model: PreTrainedModel, samples: list[Sample]) -> Step:
+    """Loss and gradients of the eager model, of one packed row."""
+    batch = {name: value.to(model.device) for name, value in positions_only(samples).items()}
+    del batch["labels"]
+    (row,) = call(model, batch).logits
+    return averaged(model, row.split([len(s["input_ids"]) for s in samples]), samples)
+
+
 def averaged(
     model: PreTrainedModel,
     logits: Iterable[Tensor],

@@ -124,7 +124,11 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "DDP": Run(STEP, ("ddp_static", "ddp_unused --layers", "ddp --no-sync --alone")),
+    "DDP": Run(
+        STEP,
+        ("ddp_static", "ddp_unused --layers", "ddp --no-sync --alone"),
+        more=("ddp_static --layers",),
+    ),
     # where the whole model is a unit that frees the head, logits can be read once it is gathered
     # again
     "FSDP2": Run(
@@ -150,7 +154,8 @@ RUNS = {
         more=(
             "fsdp2_mixed",
             "fsdp2_head --leftover",
-            "hsdp_head",
+            "fsdp2_offload --layers",
+            "hsdp_head --layers",
             "fsdp2_head --distrusted",
             "fsdp2_head --model t5gemma --evaluate --metric",  # lm_head is around the head
         ),

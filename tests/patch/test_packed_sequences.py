@@ -19,6 +19,7 @@ from packed_samples import (
     flattened,
     make_model,
     make_samples,
+    packed_eagerly,
     padded,
     positions_only,
     truth_of,
@@ -27,7 +28,7 @@ from rows import every_row, model_type
 from slow_cases import slow_but
 from tiny_models import tiny_model
 from torch import Tensor
-from training_step import call, patched, step
+from training_step import assert_right, call, patched, step
 
 from liger_patch import patch_status, registry
 from liger_patch.patch.forward import record_of
@@ -52,6 +53,21 @@ def test_packed_trains_as_unpacked(packing: Callable, model_type: str) -> None:
         assert patch_status(model).fused
     torch.testing.assert_close(unpacked, truth)
     torch.testing.assert_close(packed, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_packed_trains_as_unpacked_on_a_gpu(model_type: str) -> None:
+    model: Any = make_model(model_type)
+    samples = make_samples(9, 4, 13, 6)
+    truth = truth_of(model, samples)
+    model.to("cuda", torch.float32)
+    eager = packed_eagerly(model, samples)
+    batch = {name: value.cuda() for name, value in positions_only(samples).items()}
+    with patched(model, layers=True):
+        ours = step(model, batch)
+    eager, ours = ({n: None if v is None else v.cpu() for n, v in x.items()} for x in (eager, ours))
+    assert_right(ours, eager, truth)
 
 
 def shifted_by_the_collator(samples: Any) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import check_lora_step
-from layer_weights import assert_rows_are, in_float64, read
+from layer_weights import assert_rows_are, read
 from lora_models import MARKS, ROWS, WAYS, adapted
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -64,6 +64,18 @@ def quantized(block: tuple[int, int] | None, dtype: torch.dtype) -> Any:
         if isinstance(layer, nn.Linear) and name != "lm_head":
             base.set_submodule(name, layer_of(layer.weight.detach(), block))
     return adapted(base=base)
+
+
+def in_float64(model: Any) -> Any:
+    """The same model with the quantized weights written out."""
+    wide = copy.deepcopy(model)
+    for name, layer in list(wide.named_modules()):
+        if isinstance(layer, fp8.FP8Linear):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
+            rows = read(layer, torch.float32).dequantized()
+            plain.weight = nn.Parameter(rows, requires_grad=False)
+            wide.set_submodule(name, plain)
+    return wide.double()
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *_: Any) -> Tensor:

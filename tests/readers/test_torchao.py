@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dequantized_steps import check_lora_step
-from layer_weights import assert_rows_are, in_float64, read
+from layer_weights import assert_rows_are, read
 from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, training_step
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -63,6 +63,16 @@ def quantized(name: str, dtype: torch.dtype, *, adapters: bool, **options: Any) 
     base.requires_grad_(False)
     ao.quantize_(base.model, FORMATS[name]())
     return adapted(base=base, dtype=dtype, wide_adapters=adapters, **options)
+
+
+def in_float64(model: Any) -> Any:
+    """The same model with the quantized weights written out, by torchao."""
+    wide = copy.deepcopy(model)
+    for layer in wide.modules():
+        weight = layer._parameters.get("weight")
+        if torchao.serves(type(layer), type(weight)):
+            layer.weight = nn.Parameter(weight.dequantize().double(), requires_grad=False)
+    return wide.double()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "without" not in way])

@@ -265,12 +265,13 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (1, 3, 2, 8)], ids=["hidden states", "queries"])
-@pytest.mark.parametrize("which", CHANGES)
-def test_a_norm_that_has_changed_is_kept(which: str, shape: tuple[int, ...]) -> None:
-    """It is no longer what its source says. Norms of queries and keys are not noted: no projection
-    is behind them.
-    """
+@pytest.mark.parametrize(
+    ("which", "shape"), [*((each, (3, 8)) for each in CHANGES), ("nothing", (1, 3, 2, 8))], ids=str
+)
+def test_norms_that_have_changed_or_are_of_queries_are_kept(
+    which: str, shape: tuple[int, ...]
+) -> None:
+    """The first are no longer what their source says; no projection is behind the others."""
     weight, found = torch.linspace(1.0, 2.0, 8), []
 
     def layer(x: Tensor) -> Tensor:
