@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from exactness import assert_no_worse, error
+from kernel_forms import INTERPRETED
 from torch import Tensor
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
@@ -26,6 +27,8 @@ from liger_patch.kernels.options import LossOptions
 
 ORDERS = 4  # in which eager is asked
 LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# No kernel serves float64: the interpreter would compute as PyTorch does
+DTYPES = LOW_DTYPES if INTERPRETED else (*LOW_DTYPES, torch.float64)
 Results = dict[str, Tensor | None]
 ROW_OPTIONS = tuple(LossOptions.__dataclass_fields__)
 

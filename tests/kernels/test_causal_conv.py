@@ -9,7 +9,7 @@ import torch
 from eager_layers import causal_conv as eager
 from layer_checks import check
 from slow_cases import slow_but
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.causal_conv import causal_conv
@@ -32,9 +32,7 @@ def inputs(
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
+@pytest.mark.parametrize("dtype", slow_but([DTYPES[0], DTYPES[-1]], DTYPES), ids=str)
 @pytest.mark.parametrize("width", slow_but([4, 5], [1, 3, 4, 5]))
 @pytest.mark.parametrize(("has_bias", "activation"), [(False, "silu"), (True, None)])
 def test_causal_conv(shape, dtype, width, has_bias, activation, device):

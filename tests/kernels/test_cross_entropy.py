@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from three_ways import LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
+from three_ways import DTYPES, LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
 
 MANY_BLOCKS_V = 9001  # more than one block of the Triton form
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_option_in_every_dtype(options, dtype, device):
     logits, labels = logits_inputs(dtype, device)
     check_logits(logits, labels, **filled(options, *logits.shape, device))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layer_checks import ACTIVATIONS, check
 from slow_cases import pairwise
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels import gated as operators
@@ -17,7 +17,7 @@ from liger_patch.kernels.gated import gated
 
 @pytest.mark.parametrize(
     ("activation", "shape", "dtype"),
-    pairwise(ACTIVATIONS, [(1,), (64, 128), (3, 5, 37), (0, 4)], [*LOW_DTYPES, torch.float64]),
+    pairwise(ACTIVATIONS, [(1,), (64, 128), (3, 5, 37), (0, 4)], DTYPES),
 )
 def test_gated(activation, shape, dtype, device):
     inputs = {name: (torch.randn(shape) * 4).to(device, dtype) for name in ("gate", "up")}
@@ -34,7 +34,7 @@ def test_gated(activation, shape, dtype, device):
     pairwise(
         ACTIVATIONS,
         [(2,), (8, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)],
-        [*LOW_DTYPES, torch.float64],
+        DTYPES,
     ),
 )
 def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):

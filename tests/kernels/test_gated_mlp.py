@@ -11,7 +11,7 @@ import torch
 from eager_layers import MLP_SIZE, mlp, mlp_tensors
 from layer_checks import ACTIVATIONS, check, gated_mlp
 from slow_cases import pairwise
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.gated_mlp import run_gated_mlp
@@ -28,7 +28,7 @@ def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("activation", "slice_tokens", "shape", "dtype"),
-    pairwise(ACTIVATIONS, SLICES, SHAPES.values(), [*LOW_DTYPES, torch.float64]),
+    pairwise(ACTIVATIONS, SLICES, SHAPES.values(), DTYPES),
 )
 def test_gated_mlp(activation, slice_tokens, shape, dtype, device):
     ours = partial(gated_mlp, activation=activation, slice_tokens=slice_tokens)
@@ -55,7 +55,7 @@ def test_gated_mlp_to_another_size(device):
     check(gated_mlp, mlp, inputs)
 
 
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_mlp_of_one_product(dtype, device):
     inputs = mlp_tensors(SHAPES["batch"], device, dtype)
     both = torch.cat((inputs.pop("gate"), inputs.pop("up")))

@@ -9,7 +9,7 @@ import torch
 from eager_layers import EPS, GATES, gate_behind, gate_in_front
 from layer_checks import check, gated_norm
 from slow_cases import slow_but
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.gated_norm import MAX_GROUP_SIZE
@@ -28,9 +28,7 @@ EAGER = {False: gate_behind, True: gate_in_front}
 
 
 @pytest.mark.parametrize(("shape", "size"), SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
+@pytest.mark.parametrize("dtype", slow_but([DTYPES[0], DTYPES[-1]], DTYPES), ids=str)
 @pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_gated_norm(shape, size, dtype, activation, gate_first, device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from three_ways import (
-    LOW_DTYPES,
+    DTYPES,
     OPTIONS,
     check_linear,
     chunk_mib,
@@ -30,7 +30,7 @@ SHAPES = {  # N, H, V
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [*LOW_DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rank", [0, 4], ids=["", "adapter"])
 def test_every_option_in_every_dtype(options, dtype, rank, device):
     inputs, labels = linear_inputs(dtype, device, bias=dtype != torch.float16, rank=rank)

@@ -9,7 +9,7 @@ import torch
 from eager_layers import EPS, gemma_norm, llama_norm
 from layer_checks import check
 from slow_cases import slow_but
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.backend import (
@@ -31,9 +31,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
+@pytest.mark.parametrize("dtype", slow_but([DTYPES[0], DTYPES[-1]], DTYPES), ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm(shape, dtype, offset, device):
     inputs = {"x": torch.randn(shape) * 3, "weight": torch.randn(shape[-1])}

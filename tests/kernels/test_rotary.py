@@ -9,7 +9,7 @@ import torch
 from eager_layers import rotated, rotated_beside, tables
 from layer_checks import check
 from slow_cases import pairwise, slow_but
-from three_ways import LOW_DTYPES
+from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.rotary import rotary
@@ -35,7 +35,7 @@ FORMS = {  # what the models compute, and the operator's options
         FORMS,
         ["packed", "any order", "shared", "of no pair"],
         [16, 10],  # of 16 features
-        [*LOW_DTYPES, torch.float64],
+        DTYPES,
     ),
 )
 def test_rotary(form, kind, turned, dtype, device):
@@ -65,9 +65,7 @@ def test_rotary(form, kind, turned, dtype, device):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    "dtype", slow_but([torch.bfloat16, torch.float64], [*LOW_DTYPES, torch.float64]), ids=str
-)
+@pytest.mark.parametrize("dtype", slow_but([DTYPES[0], DTYPES[-1]], DTYPES), ids=str)
 def test_rotary_without_keys(interleaved, dtype, device):
     q = torch.randn(2, 5, 3, 8, device=device, dtype=dtype)
     cos, sin = (t.to(device, dtype) for t in tables((2, 5, 8), "any order"))
