@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from three_ways import Results, _check, _orders, linear_inputs
+from three_ways import Results, _check, _orders, labels_in_order, linear_inputs
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -129,7 +129,5 @@ def _eager(
     if options.get("token_weight") is not None:
         options["token_weight"] = options["token_weight"][rows]
     if labels is not None:
-        ignored = labels == options.pop("ignore_index", -100)
-        places = classes.argsort()[labels.masked_fill(ignored, 0).long()]
-        labels = places.masked_fill(ignored, -100)[rows]
+        labels = labels_in_order(labels, classes, options.pop("ignore_index", -100))[rows]
     return reference.distillation(of_student, of_teacher, labels, **options)

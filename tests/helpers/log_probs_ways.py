@@ -3,13 +3,20 @@ PyTorch in the same dtype, and in float64; and the cases that tests ask for. N: 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import truths
 from exactness import error
-from three_ways import Results, _orders, dtype_of, hold, paired, three
+from three_ways import (
+    Results,
+    dtype_of,
+    hold,
+    labels_in_order,
+    logits_in_order,
+    paired,
+    three,
+)
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -110,7 +117,13 @@ def check_log_probs(
     def truth(**x: Tensor) -> LogProbs:
         return truths.linear_log_probs(**paired(x), labels=labels.long(), **options)
 
-    eager = partial(_eager, labels, options)
+    def eager(order: int, **x: Tensor) -> LogProbs:
+        logits, rows, classes = logits_in_order(order, **x)
+        how = dict(options)
+        placed = labels_in_order(labels, classes, how.pop("ignore_index", -100))
+        results = eager_log_probs(logits, placed[rows], **how)
+        return LogProbs(*(each[rows.argsort()] for each in results))
+
     ways = three(ours, eager, truth, inputs, upstream, frozen, autocast)
     (our, _, exact), dtype = ways, autocast or dtype_of(inputs)
     names = [name for name in exact if name in asked or name not in FIELDS]
@@ -120,29 +133,6 @@ def check_log_probs(
         assert torch.equal(our["is_top1"][certain], exact["is_top1"][certain])
     hold(*({name: way[name] for name in names} for way in ways), dtype)
     return our
-
-
-def _eager(
-    labels: Tensor,
-    options: Mapping[str, Any],
-    order: int,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    low_rank: Tensor | None = None,
-    low_rank_weight: Tensor | None = None,
-) -> LogProbs:
-    (rows, columns), classes = _orders(order, hidden_states), _orders(order, weight)[0]
-    bias = None if bias is None else bias[classes]
-    logits = linear(hidden_states[rows][:, columns], weight[classes][:, columns], bias)
-    if low_rank is not None and low_rank_weight is not None:
-        logits = logits + linear(low_rank[rows], low_rank_weight[classes])
-    options = dict(options)
-    supervised = labels != options.pop("ignore_index", -100)
-    places = classes.argsort()[torch.where(supervised, labels, 0).long()]
-    placed = torch.where(supervised, places, -100)
-    results = eager_log_probs(logits, placed[rows], **options)
-    return LogProbs(*(each[rows.argsort()] for each in results))
 
 
 def _certain(

@@ -214,20 +214,8 @@ def check_linear(
     def ours(**x: Tensor) -> Tensor:
         return (operator or linear_cross_entropy)(**paired(x), labels=labels, **chunks, **options)
 
-    def eager(
-        order: int,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        low_rank: Tensor | None = None,
-        low_rank_weight: Tensor | None = None,
-    ) -> Tensor:
-        (rows, columns), classes = _orders(order, hidden_states), _orders(order, weight)[0]
-        bias = None if bias is None else bias[classes]
-        logits = linear(hidden_states[rows][:, columns], weight[classes][:, columns], bias)
-        if low_rank is not None and low_rank_weight is not None:
-            logits = logits + linear(low_rank[rows], low_rank_weight[classes])
-        return _eager_in_order(logits, rows, classes, labels, options)
+    def eager(order: int, **x: Tensor) -> Tensor:
+        return _eager_in_order(*logits_in_order(order, **x), labels, options)
 
     def truth(**x: Tensor) -> Tensor:
         how = _for_reference(options)
@@ -331,14 +319,36 @@ def _orders(order: int, matrix: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(matrix.device), columns.to(matrix.device)
 
 
+def logits_in_order(
+    order: int,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    low_rank: Tensor | None = None,
+    low_rank_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits in an order of rows and classes, and these two; summed in an order of columns."""
+    (rows, columns), (classes, _) = _orders(order, hidden_states), _orders(order, weight)
+    bias = None if bias is None else bias[classes]
+    logits = linear(hidden_states[rows][:, columns], weight[classes][:, columns], bias)
+    if low_rank is not None and low_rank_weight is not None:
+        logits = logits + linear(low_rank[rows], low_rank_weight[classes])
+    return logits, rows, classes
+
+
+def labels_in_order(labels: Tensor, classes: Tensor, ignore_index: int = -100) -> Tensor:
+    """The places of labels among classes in this order; -100 where ignored."""
+    ignored = labels.long() == ignore_index
+    places = classes.argsort()[labels.long().masked_fill(ignored, 0)]
+    return places.masked_fill(ignored, -100)
+
+
 def _eager_in_order(
     logits: Tensor, rows: Tensor, classes: Tensor, labels: Tensor, options: Mapping[str, Any]
 ) -> Tensor:
     """Loss of logits that are in this order, with labels and options that are not."""
-    labels = labels.long()
     options = dict(options)
-    supervised = labels != options.pop("ignore_index", -100)
-    labels = torch.where(supervised, classes.argsort()[torch.where(supervised, labels, 0)], -100)
+    labels = labels_in_order(labels, classes, options.pop("ignore_index", -100))
     for name, index in (("class_weight", classes), ("token_weight", rows)):
         if options.get(name) is not None:
             options[name] = options[name][index]
