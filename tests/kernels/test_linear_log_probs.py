@@ -6,16 +6,9 @@ Everything is held to the rule of ``exactness``: every result and every gradient
 import pytest
 import torch
 import truths
-from log_probs_ways import (
-    CASES,
-    DIFFERENTIABLE,
-    FIELDS,
-    UPSTREAM,
-    check_log_probs,
-    upstream_of,
-)
-from slow_cases import pairwise, slow_but
-from three_ways import LOW_DTYPES, chunk_mib, linear_inputs
+from log_probs_ways import CASES, DIFFERENTIABLE, FIELDS, UPSTREAM, check_log_probs, upstream_of
+from slow_cases import pairwise
+from three_ways import DTYPES, LOW_DTYPES, chunk_mib, linear_inputs
 from torch.nn.functional import linear
 
 from liger_patch.kernels import linear_log_probs as operator
@@ -39,26 +32,20 @@ SOME = [  # of the upstream gradients, one of entropy or lse among them
 ]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=str)
-def test_every_option_in_every_dtype(case, dtype, device):
-    how, options = case
-    inputs, labels = linear_inputs(dtype, device, 7, **how)
-    upstream, budget = upstream_of("all", labels), chunk_mib(3, 131, dtype)
-    check_log_probs(inputs, labels, upstream=upstream, chunk_mib=budget, **options)
-
-
 @pytest.mark.parametrize(
-    ("case", "dtype", "kind"),
-    pairwise(CASES.values(), LOW_DTYPES, ["mean", "per_token"]),
+    ("case", "dtype", "asked"),
+    pairwise(
+        CASES.values(),
+        DTYPES,
+        [("all", FIELDS), ("sum_times", FIELDS), ("mean", ()), ("per_token", ())],
+    ),
 )
-def test_every_option_of_log_probs_alone(case, dtype, kind, quick_device):
-    how, options = case
-    inputs, labels = linear_inputs(dtype, quick_device, **how)
-    budget = chunk_mib(5, 131, dtype)
-    check_log_probs(
-        inputs, labels, upstream=upstream_of(kind, labels), outputs=(), chunk_mib=budget, **options
-    )
+def test_every_option_in_every_dtype(case, dtype, asked, device):
+    """Of all results, and of log-probabilities alone."""
+    (how, options), (kind, outputs) = case, asked
+    inputs, labels = linear_inputs(dtype, device, 7, **how)
+    upstream, budget = upstream_of(kind, labels), chunk_mib(3, 131, dtype)
+    check_log_probs(inputs, labels, upstream=upstream, outputs=outputs, chunk_mib=budget, **options)
 
 
 @pytest.mark.parametrize("names", SOME, ids=", ".join)
@@ -89,37 +76,6 @@ def test_any_upstream_gradient(kind, same_gradient, frozen, dtype, quick_device)
 def test_any_shape(shape, dtype, cpu_form):
     inputs, labels = linear_inputs(dtype, cpu_form, *shape, bias=True, ignored=0.0)
     check_log_probs(inputs, labels, upstream=upstream_of("all", labels), softcap=5.0)
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("guess", slow_but([None], [None, "same", "weights"]))
-def test_gradcheck_in_float64(case, guess):
-    how, options = case
-    inputs, labels = linear_inputs(torch.float64, CPU, 5, 4, 11, **how)
-    names, leaves = inputs.keys(), [value.requires_grad_() for value in inputs.values()]
-    small = chunk_mib(2, 11, torch.float64)
-    weights = torch.tensor([-1.0, 2, 3, 0, -0.5]) if guess == "weights" else None
-
-    def results(*values):
-        x = dict(zip(names, values, strict=True))
-        if "low_rank" in x:
-            x["low_rank"] = x["low_rank"], x.pop("low_rank_weight")
-        ours = linear_log_probs(
-            **x,
-            labels=labels,
-            outputs=DIFFERENTIABLE,
-            same_gradient=guess == "same",
-            row_weights=weights,
-            chunk_mib=small,
-            **options,
-        )
-        return tuple(getattr(ours, name) for name in DIFFERENTIABLE)
-
-    # a second backward pass sums rows in another order than one that corrects some
-    assert torch.autograd.gradcheck(results, leaves, nondet_tol=1e-12)
-    for kind in ("sum_times", "all"):
-        upstream = upstream_of(kind, labels)
-        check_log_probs(inputs, labels, upstream=upstream, chunk_mib=small, **options)
 
 
 def test_reference_is_torch_log_softmax():
