@@ -7,7 +7,7 @@ import torch
 from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
 from exactness import assert_no_worse
 from slow_cases import pairwise, slow_but
-from three_ways import LOW_DTYPES, chunk_mib, results_and_gradients
+from three_ways import DTYPES, LOW_DTYPES, chunk_mib, results_and_gradients
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
 from trainers import LargestTensor
@@ -17,24 +17,16 @@ from liger_patch.kernels.head import divergences
 from liger_patch.kernels.linear_distillation import linear_distillation
 
 CPU = torch.device("cpu")
-DTYPES = [*LOW_DTYPES, torch.float64]
 
 
 @pytest.mark.parametrize(
     ("options", "divergence", "dtype"),
     pairwise(OPTIONS.values(), DIVERGENCES.values(), DTYPES),
 )
-def test_every_divergence_and_option_in_every_dtype(divergence, options, dtype, quick_device):
-    student, teacher, labels = heads(dtype, quick_device, bias=True)
+def test_every_divergence_and_option_in_every_dtype(divergence, options, dtype, device):
+    student, teacher, labels = heads(dtype, device, bias=True)
     budget = chunk_mib(5, 131, dtype)
     check_distillation(student, teacher, labels, chunk_mib=budget, **divergence, **options)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
-def test_every_divergence_by_the_kernel(divergence, options, cpu_form):
-    student, teacher, labels = heads(torch.float32, cpu_form, 5)
-    check_distillation(student, teacher, labels, **divergence, **options)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 4099])
@@ -108,21 +100,18 @@ def test_every_reduction(how):
 
 
 @pytest.mark.parametrize("teacher_vocab", [100, 160])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_vocabularies_of_different_size_have_their_first_classes_in_common(teacher_vocab, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, DTYPES[-1]], ids=str)
+def test_vocabularies_of_different_size_have_their_first_classes_in_common(
+    teacher_vocab, dtype, cpu_form
+):
     sizes = {"teacher_vocab": teacher_vocab, "bias": True}
-    student, teacher, labels = heads(dtype, CPU, **sizes)
+    student, teacher, labels = heads(dtype, cpu_form, 7, **sizes)
     labels = labels.clamp(max=99)
     budget = chunk_mib(5, 131, dtype)
     how = {"ce_weight": 0.5, "chunk_mib": budget}
     ours = check_distillation(student, teacher, labels, **how)
     assert ours["student_weight"] is not None
     assert not ours["student_weight"][100:].any() or teacher_vocab > 131
-
-
-def test_vocabularies_of_different_size_by_the_kernel(cpu_form):
-    student, teacher, labels = heads(torch.float32, cpu_form, 5, teacher_vocab=100)
-    check_distillation(student, teacher, labels.clamp(max=99), ce_weight=0.5)
 
 
 @pytest.mark.parametrize("labels", [None, torch.empty(0, dtype=torch.int64)])
@@ -199,20 +188,6 @@ def test_teacher_has_no_gradient_and_none_is_computed_without_one_wanted():
         assert not linear_distillation(**student, **teacher, labels=labels).requires_grad
 
 
-def test_gradcheck_in_float64():
-    student, teacher, labels = heads(torch.float64, CPU, 4, 11, hidden_size=3)
-    leaves = [value.requires_grad_() for value in student.values()]
-    for how in DIVERGENCES.values():
-        if how.get("divergence") == "tvd":
-            continue  # |p - q| has corners
-
-        def loss(*values: Tensor, how: dict = how) -> Tensor:
-            x = dict(zip(student, values, strict=True))
-            return linear_distillation(**x, **teacher, labels=labels, ce_weight=0.2, **how)
-
-        assert torch.autograd.gradcheck(loss, leaves)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_that_of_linear(dtype):
     student, teacher, labels = heads(torch.float32, CPU, bias=True)
@@ -258,20 +233,6 @@ def test_no_tensor_is_as_large_as_the_logits():
     with LargestTensor() as largest:
         linear_distillation(**leaves, **teacher, chunk_mib=budget).backward()
     assert 50 * 131 <= largest.elements < 200 * 131 // 2
-
-
-# Dynamo asks a result within the graph for its gradient
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.usefixtures("nothing_is_compiled")
-def test_compiled_call_breaks_the_graph():
-    student, teacher, labels = heads(torch.float32, CPU)
-
-    def loss(**x: Tensor) -> Tensor:
-        return 2 * linear_distillation(**x, **teacher, labels=labels, divergence="jsd")
-
-    compiled = torch.compile(loss, backend="eager")
-    expected, found = (results_and_gradients(each, student) for each in (loss, compiled))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
