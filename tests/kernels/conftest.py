@@ -1,4 +1,6 @@
-"""What tests of kernels need: memory that is NaN where nothing was written, and odds."""
+"""What tests of kernels need: memory that is NaN where nothing was written, the tensors that graphs
+keep, and odds.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -19,6 +21,14 @@ def empty_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def kept() -> Iterator[list[torch.Tensor]]:
+    """What graphs of the test keep for their backward passes."""
+    found: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        yield found
 
 
 OddsForm = Literal["hopper", "rows"]

@@ -147,15 +147,13 @@ def of_units(q: Tensor, k: Tensor, **others: Tensor) -> Tensor:
     return delta_cases.eager(q, k, **others).to(others["v"].dtype)
 
 
-def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device):
+def test_parts_of_a_projection_are_not_copied_to_be_kept(quick_device, kept):
     """The backward pass keeps the arguments alone."""
     inputs = cast(delta_cases.inputs(CHUNK, dims=(16, 16)), quick_device, torch.float16)
     both = torch.cat([inputs[name].flatten(2) for name in "qkv"], -1).requires_grad_()
     g, beta = (inputs[name].requires_grad_() for name in ("g", "beta"))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        q, k, v = (each.unflatten(-1, (-1, 16)) for each in both.split([32, 32, 64], -1))
-        gated_delta_rule(q, k, v, g, beta, normalize=True)
+    q, k, v = (each.unflatten(-1, (-1, 16)) for each in both.split([32, 32, 64], -1))
+    gated_delta_rule(q, k, v, g, beta, normalize=True)
     memory = {t.untyped_storage().data_ptr() for t in kept}
     assert memory == {t.untyped_storage().data_ptr() for t in (both, g, beta)}
 

@@ -115,13 +115,11 @@ def test_slices(form: str, tokens: int, device: torch.device) -> None:
         check(cast(tensors, dtype, device), FORMS[form], slice_tokens=tokens)
 
 
-def test_slices_keep_x_and_its_routing_alone(quick_device: torch.device) -> None:
+def test_slices_keep_x_and_its_routing_alone(quick_device: torch.device, kept: list[Any]) -> None:
     tensors = cast(inputs(TOKENS, bias=True), torch.float16, quick_device)
     leaves = {n: v if n == "index" else v.requires_grad_() for n, v in tensors.items()}
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = calls(slice_tokens=7)[0](**leaves)
-    assert {each.data_ptr() for each in saved} == {each.data_ptr() for each in leaves.values()}
+    y = calls(slice_tokens=7)[0](**leaves)
+    assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in leaves.values()}
     y.sum().backward()
     assert all(v.grad is not None for n, v in leaves.items() if n != "index")
 
@@ -224,7 +222,7 @@ def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter would take minutes")
-def test_bytes_of_a_token_of_qwen3_30b() -> None:
+def test_bytes_of_a_token_of_qwen3_30b(kept: list[Any]) -> None:
     """Kept for the backward pass with adapters of rank 16, as docs/lora.md has them."""
     hidden, size, slots, rank, tokens = 2048, 768, 8, 16, 16
     tensors = cast(inputs(tokens, 2, 2, hidden, size, ranks=(rank, rank)), torch.bfloat16)
@@ -232,17 +230,10 @@ def test_bytes_of_a_token_of_qwen3_30b() -> None:
     tensors["weights"] = tensors["weights"].repeat(1, slots // 2)
     trained = {n: v.requires_grad_(n == "x" or n[-2:] in (".a", ".b")) for n, v in tensors.items()}
     given = {v.untyped_storage().data_ptr() for n, v in trained.items() if n.startswith(("f", "l"))}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = calls()[0](**trained)
+    y = calls()[0](**trained)
+    sizes = {s.data_ptr(): s.nbytes() for s in (each.untyped_storage() for each in kept)}
     adapters = 2 * sum(v.numel() for n, v in trained.items() if n[-2:] in (".a", ".b"))
-    found = sum(each.untyped_storage().nbytes() for each in kept.values()) - adapters
+    found = sum(size for place, size in sizes.items() if place not in given) - adapters
     found = (found - 4 * 2) / tokens  # without where the slots of both experts end
     orders = 2 * slots * 4 + 2 * slots  # slots and places in int32, and weights
     assert y.requires_grad
