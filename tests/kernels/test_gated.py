@@ -9,40 +9,35 @@ import torch
 from layer_checks import ACTIVATIONS, check
 from slow_cases import pairwise
 from three_ways import DTYPES
+from torch import Tensor
 
 from liger_patch.kernels import gated as operators
 from liger_patch.kernels.gated import gated
 
 
 @pytest.mark.parametrize(
-    ("activation", "shape", "dtype"),
-    pairwise(ACTIVATIONS, [(1,), (64, 128), (3, 5, 37), (0, 4)], DTYPES),
-)
-def test_gated(activation, shape, dtype, device):
-    inputs = {name: (torch.randn(shape) * 4).to(device, dtype) for name in ("gate", "up")}
-    act = ACTIVATIONS[activation]
-    check(
-        lambda gate, up: gated(gate, up, activation=activation),
-        lambda gate, up: act(gate) * up,
-        inputs,
-    )
-
-
-@pytest.mark.parametrize(
-    ("activation", "shape", "dtype"),
+    ("halves", "activation", "shape", "dtype"),
     pairwise(
+        [False, True],
         ACTIVATIONS,
-        [(2,), (8, 256), (3, 5, 74), (7, 4200), (0, 4), (3, 0)],
+        [(1,), (8, 128), (64, 128), (3, 5, 37), (7, 2100), (0, 4), (3, 0)],
         DTYPES,
     ),
 )
-def test_gated_of_halves_of_one_tensor(activation, shape, dtype, device):
-    act = ACTIVATIONS[activation]
-    check(
-        lambda both: gated(both, activation=activation),
-        lambda both: act(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
-        {"both": (torch.randn(shape) * 4).to(device, dtype)},
-    )
+def test_gated(halves, activation, shape, dtype, device):
+    """Of two tensors, or of the halves of one."""
+    inputs = {name: torch.randn(shape) * 4 for name in ("gate", "up")}
+    if halves:
+        inputs = {"both": torch.cat([*inputs.values()], -1)}
+
+    def ours(**named: Tensor) -> Tensor:
+        return gated(*named.values(), activation=activation)
+
+    def eager(**named: Tensor) -> Tensor:
+        gate, up = named["both"].chunk(2, -1) if halves else named.values()
+        return ACTIVATIONS[activation](gate) * up
+
+    check(ours, eager, {name: value.to(device, dtype) for name, value in inputs.items()})
 
 
 def test_nothing_is_copied_for_halves_of_one_tensor(device, kept):

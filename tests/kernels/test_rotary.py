@@ -8,7 +8,7 @@ import pytest
 import torch
 from eager_layers import rotated, rotated_beside, tables
 from layer_checks import check
-from slow_cases import pairwise, slow_but
+from slow_cases import pairwise
 from three_ways import DTYPES
 from torch import Tensor
 
@@ -30,20 +30,21 @@ FORMS = {  # what the models compute, and the operator's options
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "turned", "dtype"),
+    ("form", "names", "kind", "turned", "dtype"),
     pairwise(
         FORMS,
+        ["qk", "q"],
         ["packed", "any order", "shared", "of no pair"],
         [16, 10],  # of 16 features
         DTYPES,
     ),
 )
-def test_rotary(form, kind, turned, dtype, device):
+def test_rotary(form, names, kind, turned, dtype, device):
     eager, options = FORMS[form]
     # tokens in front of heads, as products give them, behind features that others turn; 9 heads
     # are more than a program holds
     inputs = {"q": torch.randn(2, 5, 9, 20), "k": torch.randn(2, 5, 3, 20)}
-    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
+    inputs = {name: inputs[name].to(device, dtype) for name in names}
     if kind == "of no pair":  # the halves of cos and sin differ
         cos, sin = torch.randn(2, 2, 5, turned)
     else:
@@ -52,32 +53,16 @@ def test_rotary(form, kind, turned, dtype, device):
     if options:  # one of two angles, in memory beside others
         cos, sin = cos[..., : turned // 2], torch.stack((sin, sin), -1)[..., : turned // 2, 0]
 
-    def turn(function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return function(*(x.transpose(1, 2)[..., 4:] for x in (q, k)))
+    def heads(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.transpose(1, 2)[..., 4:]
 
-    check(
-        lambda q, k: turn(lambda q, k: rotary(q, k, cos, sin, **options), q, k),
-        lambda q, k: turn(
-            lambda *both: tuple(eager(x, cos.to(x.dtype), sin.to(x.dtype)) for x in both), q, k
-        ),
-        inputs,
-    )
+    def ours(q: Tensor, k: Tensor | None = None) -> tuple[Tensor, ...]:
+        return rotary(heads(q), heads(k), cos, sin, **options)[: len(inputs)]
 
+    def plain(**given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(eager(heads(x), cos.to(x.dtype), sin.to(x.dtype)) for x in given.values())
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", slow_but([DTYPES[0], DTYPES[-1]], DTYPES), ids=str)
-def test_rotary_without_keys(interleaved, dtype, device):
-    q = torch.randn(2, 5, 3, 8, device=device, dtype=dtype)
-    cos, sin = (t.to(device, dtype) for t in tables((2, 5, 8), "any order"))
-    if interleaved:
-        cos, sin = cos[..., :4], sin[..., :4]
-    eager = rotated_beside if interleaved else rotated
-    check(
-        lambda q: rotary(q.transpose(1, 2), None, cos, sin, interleaved=interleaved)[0],
-        lambda q: eager(q.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype)),
-        {"q": q},
-    )
-    assert rotary(q, None, cos[:, :3], sin[:, :3], interleaved=interleaved)[1].shape == (2, 0, 3, 8)
+    check(ours, plain, inputs)
 
 
 def test_rotary_of_wider_tables_has_their_dtype(device):
@@ -98,6 +83,8 @@ def test_rotary_of_float64_tables_is_computed_in_float64(device):
     assert result.dtype == torch.float64
 
 
-def test_rotary_of_no_token(device):
+def test_rotary_of_no_token_or_key(device):
     empty = torch.randn(2, 3, 0, 8, device=device)
     assert rotary(empty, empty, *torch.randn(2, 1, 0, 8, device=device))[0].shape == empty.shape
+    q, angles = torch.randn(2, 5, 3, 8, device=device), torch.randn(2, 2, 3, 8, device=device)
+    assert rotary(q, None, *angles)[1].shape == (2, 0, 3, 8)
