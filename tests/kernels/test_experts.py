@@ -152,18 +152,6 @@ def test_many_features_are_clamped(limit: float, device: torch.device) -> None:
         check(cast(inputs(TOKENS, bias=True), torch.float64, device), form)
 
 
-def test_gradients_of_experts_without_rows_are_zero(device: torch.device) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        tensors = cast(inputs(TOKENS, bias=True), dtype, device)
-        assert not (tensors["index"] == 3).any()
-        found = results_and_gradients(calls()[0], tensors, {"index"})
-        for name, value in found.items():
-            if name.startswith(("first", "last")):
-                assert value is not None
-                assert not value[3].any()
-                assert value[0].any()
-
-
 @pytest.mark.parametrize("weights", [torch.float32, torch.float64])
 def test_routing_weights_of_a_wider_dtype(weights: torch.dtype, device: torch.device) -> None:
     """As most routers compute them; their gradient has it too."""

@@ -80,17 +80,6 @@ def test_every_slice_has_the_same_bits(
         assert torch.equal(ours, expected[start:stop]), (start, stop)
 
 
-def test_a_weight_ends_within_a_byte_and_a_block(device: torch.device) -> None:
-    from liger_patch.kernels.triton.nf4 import dequantized
-
-    packed, scales, inner = made(101, 64, True, device)
-    expected = truth(packed, scales, inner, 64, 101, torch.float32)
-    around = torch.full((3, len(packed)), 0xFF, dtype=torch.uint8, device=device)
-    around[1] = packed
-    ours = dequantized(around[1], CODE.to(device), scales, inner, 64, 0, 101, torch.float32)
-    assert torch.equal(ours, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("nested", [False, True])
 def test_offsets_beyond_2_31(nested: bool) -> None:
