@@ -16,6 +16,7 @@ import torch
 from layer_checks import ACTIVATIONS, gated_mlp
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels.lora.projection import LoraProjection
 from liger_patch.kernels.products import QuantizedWeight
@@ -159,6 +160,27 @@ def eager_mlp(activation: str) -> Layer:
 def our_mlp(activation: str, slice_tokens: int | None = None) -> Layer:
     how: dict[str, Any] = {"activation": activation, "slice_tokens": slice_tokens}
     return lambda x, parts: (gated_mlp(x, *parts, **how),)
+
+
+def seeded(layer: Layer) -> Layer:
+    """The layer, which drops the same features in each call."""
+
+    def call(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
+        torch.manual_seed(7)
+        return layer(x, parts)
+
+    return call
+
+
+def checkpointed(layer: Layer, reentrant: bool) -> Layer:
+    return lambda x, parts: checkpoint(layer, x, parts, use_reentrant=reentrant)  # type: ignore[return-value]
+
+
+def assert_dropped(masks: Sequence[Tensor], rates: Sequence[float]) -> None:
+    """Of each mask, about as many are False as its rate says."""
+    for mask, rate in zip(masks, rates, strict=True):
+        deviation = (rate * (1 - rate) / mask.numel()) ** 0.5
+        assert abs(mask.double().mean().item() - (1 - rate)) < 5 * deviation
 
 
 class Wide(QuantizedWeight):

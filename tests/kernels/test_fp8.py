@@ -16,15 +16,16 @@ from lora_checks import (
     WAYS,
     Layer,
     check,
+    checkpointed,
     eager_linears,
     eager_mlp,
     our_mlp,
     projection,
     results,
+    seeded,
 )
 from slow_cases import pairwise
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from liger_patch.kernels import fp8
 from liger_patch.kernels.fp8 import FP8, LARGEST, LEAST_SCALE, Fp8Rows, Fp8Weight
@@ -255,15 +256,9 @@ def test_without_adapters(products: list) -> None:
 def test_checkpoints_and_dropout_give_the_same_bits(layer: Layer, products: list) -> None:
     sizes = QKV if layer is lora_linears else FEED_FORWARD
     x, parts = inputs("autocast", sizes, dropout=0.25)
-
-    def checkpointed(x: Tensor, parts: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
-        return checkpoint(layer, x, parts, use_reentrant=False)  # type: ignore[return-value]
-
-    found = []
-    for each in (layer, checkpointed):
-        torch.manual_seed(3)
-        found.append(results(each, x, parts, autocast=True))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    both = layer, checkpointed(layer, False)
+    runs = [results(seeded(each), x, parts, autocast=True) for each in both]
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
 @EMULATED
@@ -275,29 +270,19 @@ def test_other_dtypes_read_the_dequantized_weight(dtype: torch.dtype, products: 
     assert products == []
 
 
-def gaussian(device: torch.device, sizes: Sequence[tuple[int, int]], tokens: int) -> Any:
-    x = torch.randn(tokens, sizes[0][1], device=device).to(torch.bfloat16)
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "adapters": torch.float32, "device": device}
-    parts = [projection(*size, 16, **how) for size in sizes]
-    return (
-        x,
-        parts,
-        [part._replace(weight=weight_of(part.weight, torch.bfloat16)) for part in parts],
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", ["linears", "mlp"])
 @pytest.mark.parametrize("scale", ["real", "small"])
 def test_products_of_a_gpu(which: str, scale: str) -> None:
     """Against the dequantized weights: what differs is the rounding of x and of dy."""
-    device, factor = torch.device("cuda"), 16 if scale == "real" else 1
+    device, factor = torch.device("cuda"), 64 if scale == "real" else 4
     if not fp8.has_fp8(device):
         pytest.skip("needs a GPU that multiplies e4m3")
-    sizes = [
-        (o * 4 * factor, h * 4 * factor) for o, h in (QKV if which == "linears" else FEED_FORWARD)
-    ]
-    x, _, parts = gaussian(device, sizes, 128 * factor)
+    sizes = [(o * factor, h * factor) for o, h in (QKV if which == "linears" else FEED_FORWARD)]
+    x = torch.randn(32 * factor, sizes[0][1], device=device).to(torch.bfloat16)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "adapters": torch.float32, "device": device}
+    parts = [projection(*size, 16, **how) for size in sizes]
+    parts = [part._replace(weight=weight_of(part.weight, torch.bfloat16)) for part in parts]
     layer: Callable = lora_linears if which == "linears" else our_mlp("silu")
     dense = [part._replace(weight=part.weight.to(torch.bfloat16)) for part in parts]
     ours = results(layer, x, parts, autocast=True)

@@ -29,11 +29,13 @@ from torch import Tensor
 
 
 @pytest.mark.parametrize(
-    ("wanted", "which", "way"),
-    pairwise([ADAPTERS, EVERYTHING], PROJECTIONS, WAYS),
+    ("quantized", "wanted", "which", "way"),
+    pairwise([False, True], [ADAPTERS, EVERYTHING], PROJECTIONS, WAYS),
 )
-def test_lora_linears(way: str, which: str, wanted: str, device: torch.device) -> None:
-    x, parts = linears_inputs(device, way, which=which)
+def test_lora_linears(
+    way: str, which: str, wanted: str, quantized: bool, device: torch.device
+) -> None:
+    x, parts = linears_inputs(device, way, which=which, quantized=quantized)
     check(lora_linears, eager_linears, x, parts, wanted=wanted, autocast=WAYS[way][2])
 
 
@@ -56,13 +58,6 @@ def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device)
     for i in unused:
         rest = [ours[f"{i}.{name}"] for name in ("weight", "a", "b")]
         assert not any(each is not None and each.any() for each in rest)
-
-
-@pytest.mark.parametrize("which", PROJECTIONS)
-@pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
-def test_quantized_bases(way: str, which: str, device: torch.device) -> None:
-    x, parts = linears_inputs(device, way, which=which, quantized=True)
-    check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING, autocast=WAYS[way][2])
 
 
 def test_a_quantized_base_is_not_kept_dense(device: torch.device, kept: list[Tensor]) -> None:

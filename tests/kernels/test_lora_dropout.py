@@ -4,6 +4,7 @@ backward pass.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,18 +12,28 @@ import torch
 from exactness import assert_no_worse
 from layer_checks import lora_linears
 from lora_checks import (
+    ADAPTERS,
     EVERYTHING,
     HIDDEN,
     WAYS,
+    Layer,
+    assert_dropped,
     check,
+    checkpointed,
     linears_inputs,
+    mlp_inputs,
+    our_mlp,
     projection,
     results,
+    seeded,
 )
+from slow_cases import pairwise
 from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_patch.kernels.lora.projection import LoraProjection
+
+LINEARS = seeded(lora_linears)
 
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
@@ -41,12 +52,8 @@ def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.devic
     ]
 
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        masks = [y != 0 for y in seeded(torch.ones_like(x), copies)]
-    for mask, rate in zip(masks, rates, strict=True):
-        deviations = (mask.double().mean().item() - (1 - rate)) / (
-            rate * (1 - rate) / mask.numel()
-        ) ** 0.5
-        assert abs(deviations) < 5
+        masks = [y != 0 for y in LINEARS(torch.ones_like(x), copies)]
+    assert_dropped(masks, rates)
     both = (masks[0] & masks[1]).double().mean().item()
     assert abs(both - 0.75 * 0.5) < 5 * (0.25 / masks[0].numel()) ** 0.5  # independent
 
@@ -58,7 +65,7 @@ def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.devic
             ys.append((y + linear(linear(seen, part.a), part.b) * part.scaling).to(y.dtype))
         return tuple(ys)
 
-    check(seeded, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
+    check(LINEARS, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
 
 
 def test_dropout_of_some_projections(device: torch.device) -> None:
@@ -71,11 +78,6 @@ def test_dropout_of_some_projections(device: torch.device) -> None:
     chosen, same = ({name: run[name] for name in names} for run in (ours, expected))
     assert_no_worse(chosen, same, same, torch.float32)
     assert not torch.allclose(ours["result 1"], expected["result 1"])
-
-
-def seeded(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
-    torch.manual_seed(7)
-    return lora_linears(x, parts)
 
 
 @pytest.mark.interpreter
@@ -101,7 +103,7 @@ def test_dropout_kernels_of_several_programs(
     ]
     masks = []
     for half in halves:  # each the first to draw after the seed
-        (y,) = seeded(torch.ones_like(x), [half])
+        (y,) = LINEARS(torch.ones_like(x), [half])
         masks.append(y)
     mask = sum(masks) != 0
 
@@ -110,21 +112,26 @@ def test_dropout_kernels_of_several_programs(
         seen = x * mask * (1.0 / (1.0 - rate))
         return (linear(x, part.weight) + linear(linear(seen, part.a), part.b) * part.scaling,)
 
-    check(seeded, dropped, x, parts, wanted=EVERYTHING)
+    check(LINEARS, dropped, x, parts, wanted=EVERYTHING)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpointing_gives_the_same_numbers(
-    dropout: float, reentrant: bool, device: torch.device
+LAYERS: dict[str, tuple[Layer, Any]] = {
+    "linears": (lora_linears, linears_inputs),
+    "mlp in slices": (our_mlp("silu", 4), partial(mlp_inputs, bias=True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("layer", "reentrant", "way"),
+    pairwise(LAYERS, [True, False], ["float64", "float16", "autocast"]),
+)
+def test_checkpoints_give_the_same_bits(
+    layer: str, reentrant: bool, way: str, device: torch.device
 ) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x, parts = linears_inputs(device, "float16", dropout=dropout)
-
-    def checkpointed(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
-        torch.manual_seed(7)
-        return checkpoint(lora_linears, x, parts, use_reentrant=reentrant)
-
-    ours, expected = (results(layer, x, parts, wanted="x") for layer in (checkpointed, seeded))
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    """Features are dropped again."""
+    function, inputs = LAYERS[layer]
+    x, parts = inputs(device, way, dropout=0.5)
+    how = {"autocast": WAYS[way][2], "wanted": "x" if reentrant else ADAPTERS}
+    both = checkpointed(function, reentrant), function
+    runs = [results(seeded(each), x, parts, **how) for each in both]
+    torch.testing.assert_close(*runs, rtol=0, atol=0)

@@ -31,12 +31,12 @@ FORMS = [  # activation, tokens of a slice, whether there are biases
 
 
 @pytest.mark.parametrize(
-    ("wanted", "form", "way"),
-    pairwise([ADAPTERS, EVERYTHING], FORMS, WAYS),
+    ("quantized", "wanted", "form", "way"),
+    pairwise([False, True], [ADAPTERS, EVERYTHING], FORMS, WAYS),
 )
-def test_lora_mlp(way: str, form: Any, wanted: str, device: torch.device) -> None:
+def test_lora_mlp(way: str, form: Any, wanted: str, quantized: bool, device: torch.device) -> None:
     activation, slice_tokens, bias = form
-    x, parts = mlp_inputs(device, way, bias=bias)
+    x, parts = mlp_inputs(device, way, bias=bias, quantized=quantized)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}
     check(our_mlp(activation, slice_tokens), eager_mlp(activation), x, parts, **how)
 
@@ -65,13 +65,6 @@ def test_to_another_size(way: str, device: torch.device) -> None:
     )  # of few numbers, errors are luck
     parts = [gate, up, down._replace(weight=down.weight[:9], b=down.b[:9])]
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
-
-
-@pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
-def test_quantized_bases(way: str, device: torch.device) -> None:
-    x, parts = mlp_inputs(device, way, quantized=True)
-    how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
-    check(our_mlp("silu"), eager_mlp("silu"), x, parts, **how)
 
 
 def test_one_projection_is_what_eager_computes() -> None:

@@ -15,9 +15,11 @@ from lora_checks import (
     EVERYTHING,
     SIZE,
     Quantized,
+    checkpointed,
     mlp_inputs,
     our_mlp,
     results,
+    seeded,
     trainable,
 )
 from slow_cases import pairwise
@@ -81,19 +83,11 @@ def test_checkpointing_leaves_out_the_last_product(
         Quantized, "dequantized", lambda weight: products.append(weight) or read(weight)
     )
 
-    def way(checkpoints: bool) -> Any:
-        def call(x: Tensor, parts: Any) -> tuple[Tensor]:
-            torch.manual_seed(7)
-            if checkpoints:
-                return (checkpoint(gated_mlp, x, *parts, use_reentrant=reentrant),)
-            return (gated_mlp(x, *parts),)
-
-        return call
-
-    expected = results(way(False), x, parts, wanted=wanted)
+    layer = our_mlp("silu")
+    expected = results(seeded(layer), x, parts, wanted=wanted)
     assert len(products) == 3 + 3  # forward, and dx of each
     products.clear()
-    ours = results(way(True), x, parts, wanted=wanted)
+    ours = results(seeded(checkpointed(layer, reentrant)), x, parts, wanted=wanted)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     assert len(products) == 3 + (3 if reentrant else 2) + 3
 
@@ -120,10 +114,7 @@ def test_bytes_kept_per_token() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant: bool) -> None:
     x, parts = mlp_inputs("cuda", "autocast", (300, 512), size=1024)
-
-    def checkpointed(x: Tensor, parts: Any) -> tuple[Tensor]:
-        return (checkpoint(gated_mlp, x, *parts, use_reentrant=reentrant),)
-
     how = {"autocast": True, "wanted": "x" if reentrant else ADAPTERS}
-    runs = [results(layer, x, parts, **how) for layer in (checkpointed, our_mlp("silu"))]
+    both = checkpointed(our_mlp("silu"), reentrant), our_mlp("silu")
+    runs = [results(layer, x, parts, **how) for layer in both]
     torch.testing.assert_close(*runs, rtol=0, atol=0)

@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_no_worse
-from layer_checks import ACTIVATIONS, gated_mlp
-from lora_checks import EVERYTHING, HIDDEN, WAYS, check, mlp_inputs, our_mlp, projection, results
+from exactness import assert_no_worse, assert_same_bits
+from layer_checks import ACTIVATIONS
+from lora_checks import (
+    EVERYTHING,
+    HIDDEN,
+    WAYS,
+    assert_dropped,
+    check,
+    mlp_inputs,
+    our_mlp,
+    projection,
+    results,
+    seeded,
+)
 from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import linear
@@ -47,10 +58,7 @@ def test_dropout_has_one_mask_forward_and_backward(
     ]
     through = constant[2]._replace(weight=one.to(dtype), bias=None)
 
-    def seeded(x: Tensor, parts: Any) -> tuple[Tensor]:
-        torch.manual_seed(7)
-        return (gated_mlp(x, *parts, activation=activation, slice_tokens=slice_tokens),)
-
+    layer = seeded(our_mlp(activation, slice_tokens))
     masks = []
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         for given in (
@@ -58,12 +66,8 @@ def test_dropout_has_one_mask_forward_and_backward(
             (constant[0], copied[1], through),
             (constant[0], constant[1], copied[2]),
         ):
-            masks.append(seeded(torch.ones_like(x), given)[0] != 0)
-    for mask, rate in zip(masks, rates, strict=True):
-        deviations = (mask.double().mean().item() - (1 - rate)) / (
-            rate * (1 - rate) / mask.numel()
-        ) ** 0.5
-        assert abs(deviations) < 5
+            masks.append(layer(torch.ones_like(x), given)[0] != 0)
+    assert_dropped(masks, rates)
 
     def product(x: Tensor, i: int, parts: Any) -> Tensor:
         part = parts[i]
@@ -75,7 +79,7 @@ def test_dropout_has_one_mask_forward_and_backward(
         a = ACTIVATIONS[activation](product(x, 0, parts)) * product(x, 1, parts)
         return (product(a, 2, parts),)
 
-    check(seeded, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
+    check(layer, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -88,13 +92,8 @@ def test_dropout_of_one_projection(way: str, which: int, device: torch.device) -
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         runs.append(results(our_mlp("silu"), x, parts, wanted=EVERYTHING))
-    for name, value in runs[0].items():
-        again, other = (run[name] for run in runs[1:])
-        assert value is not None
-        assert again is not None
-        assert other is not None
-        assert torch.equal(value, again), name
-        assert value.isfinite().all(), name
+    assert_same_bits(*runs[:2])
+    assert all(value is not None and value.isfinite().all() for value in runs[0].values())
     assert not torch.equal(runs[0]["result 0"], runs[2]["result 0"])  # type: ignore[arg-type]
 
 
@@ -104,8 +103,6 @@ def test_dropout_of_any_strides(way: str, device: torch.device) -> None:
     x, parts = mlp_inputs(device, way, (70, 2 * HIDDEN), dropout=0.5)
     _, parts = mlp_inputs(device, way, dropout=0.5)
     others = [p._replace(a=p.a.t().contiguous().t(), b=p.b.t().contiguous().t()) for p in parts]
-    runs = []
-    for each, given in ((x[:, ::2].contiguous(), parts), (x[:, ::2], others)):
-        torch.manual_seed(7)
-        runs.append(results(our_mlp("silu"), each, given))
+    both = (x[:, ::2].contiguous(), parts), (x[:, ::2], others)
+    runs = [results(seeded(our_mlp("silu")), *given) for given in both]
     assert_no_worse(runs[1], runs[0], runs[0], torch.float32 if way == "float64" else x.dtype)

@@ -24,6 +24,7 @@ from lora_checks import (
     mlp_inputs,
     our_mlp,
     results,
+    seeded,
     trainable,
 )
 from slow_cases import pairwise, slow_but
@@ -141,30 +142,6 @@ def test_checkpointing_computes_as_many_products(
         assert in_slices <= at_once * (1.03 if layer == "lora" else 1)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "dropout", "way"),
-    pairwise([True, False], [0.0, 0.5], ["float64", "float16", "autocast"]),
-)
-def test_checkpoints_give_the_same_bits(
-    way: str, dropout: float, reentrant: bool, device: torch.device
-) -> None:
-    """What is dropped too."""
-    x, parts = mlp_inputs(device, way, bias=True, dropout=dropout)
-
-    def of(checkpoints: bool) -> Any:
-        def layer(x: Tensor, parts: Any) -> tuple[Tensor]:
-            torch.manual_seed(7)
-            if checkpoints:
-                return (checkpoint(our_mlp("silu", 4), x, parts, use_reentrant=reentrant)[0],)
-            return our_mlp("silu", 4)(x, parts)
-
-        return layer
-
-    how = {"autocast": WAYS[way][2], "wanted": "x" if reentrant else ADAPTERS}
-    runs = [results(of(checkpoints), x, parts, **how) for checkpoints in (True, False)]
-    torch.testing.assert_close(*runs, rtol=0, atol=0)
-
-
 @pytest.mark.interpreter
 def test_slices_drop_other_features() -> None:
     """Of rows that are equal, and every feature now and then."""
@@ -186,10 +163,7 @@ def test_slices_drop_other_features() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
 def test_masks_that_are_tensors_run_at_once() -> None:
     x, parts = mlp_inputs("cpu", "float64", dropout=0.5)
-    runs = []
-    for tokens in (3, None):
-        torch.manual_seed(5)
-        runs.append(results(our_mlp("silu", tokens), x, parts))
+    runs = [results(seeded(our_mlp("silu", tokens)), x, parts) for tokens in (3, None)]
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
