@@ -44,19 +44,17 @@ def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, 
     ("tokens", "frozen"),
     [
         (130, ()),  # two tiles of rows
-        (20, ("weight",)),
-        (20, ("hidden_states", "weight")),
+        (60, ("weight",)),
+        (60, ("hidden_states", "weight")),
     ],
     ids=str,
 )
-def test_an_adapter_of_any_rank(rank, tokens, frozen, odds):
-    device, dtype = odds
+def test_an_adapter_of_any_rank(rank, tokens, frozen, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, tokens, rank=rank, ignored=0.0)
     options = filled(SERVED["everything"], len(labels), 131, device)
     check_linear(inputs, labels, frozen=frozen, **options)
-    inputs, labels = linear_inputs(
-        dtype, device, 60, rank=rank
-    )  # with fewer, eager's error is luck
+    inputs, labels = linear_inputs(dtype, device, 60, rank=rank)  # of fewer, errors are luck
     check_linear(inputs, labels, frozen=frozen, chunk_mib=chunk_mib(25, 131, dtype))
 
 
@@ -67,12 +65,12 @@ def test_an_adapter_of_any_rank(rank, tokens, frozen, odds):
         (20, 8, 128),  # exactly one tile of classes
         (3, 64, 257),  # a class alone in its tile
         (1, 8, 2),
-        (2, 200, 2001),
+        (2, 40, 20001),  # several blocks of other GPUs
     ],
     ids=str,
 )
-def test_any_shape(shape, odds):
-    device, dtype = odds
+def test_any_shape(shape, both_odds):
+    device, dtype = both_odds
     inputs, labels = linear_inputs(dtype, device, *shape, ignored=0.1)
     labels[0] = shape[-1] - 1
     check_linear(inputs, labels)

@@ -55,31 +55,33 @@ def test_small_batches_run_the_kernels_of_other_gpus(odds, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "served"),
+    ("change", "on_hopper", "on_others"),
     [
-        ({}, True),
-        ({"dtype": torch.float16}, False),
-        ({"dtype": torch.float32}, False),
-        ({"hidden_size": 36}, False),
-        ({"bias": True}, False),
-        ({"label_smoothing": 0.1}, False),
-        ({"expanded": True}, False),
-        ({"transposed": True}, False),
-        ({"rank": 16}, True),
-        ({"rank": 64}, True),
-        ({"rank": 72}, False),
-        ({"rank": 12}, False),
-        ({"rank": 16, "unaligned": True}, False),
-        ({"statistics": ("entropy",)}, True),
-        ({"statistics": STATISTICS}, True),
-        ({"statistics": ("mean_logits",)}, False),
-        ({"statistics": ("entropy", "log_sum_sq_probs")}, False),
+        ({}, True, True),
+        ({"dtype": torch.float16}, False, False),
+        ({"dtype": torch.float32}, False, False),
+        ({"hidden_size": 36}, False, True),
+        ({"bias": True}, False, False),
+        ({"label_smoothing": 0.1}, False, False),
+        ({"expanded": True}, False, True),
+        ({"transposed": True}, False, False),
+        ({"writes_float32": False}, True, False),
+        ({"rank": 16}, True, True),
+        ({"rank": 64}, True, True),
+        ({"rank": 72}, False, True),
+        ({"rank": 12}, False, True),
+        ({"rank": 16, "unaligned": True}, False, True),
+        ({"statistics": ("entropy",)}, True, True),
+        ({"statistics": STATISTICS}, True, True),
+        ({"statistics": ("mean_logits",)}, False, True),
+        ({"statistics": ("entropy", "log_sum_sq_probs")}, False, True),
     ],
     ids=str,
 )
-def test_what_is_served_on_hopper(change, served, monkeypatch):
+def test_what_is_served(change, on_hopper, on_others, monkeypatch):
     monkeypatch.setattr(odds, "is_hopper", lambda _: True)
     monkeypatch.setattr(odds, "takes_descriptors", lambda _: True)
+    monkeypatch.setattr(odds, "writes_float32", lambda _: change.get("writes_float32", True))
     weight = torch.randn(136, change.get("hidden_size", 40)).to(change.get("dtype", torch.bfloat16))
     hidden_states = torch.randn_like(weight)
     if "expanded" in change:
@@ -94,4 +96,5 @@ def test_what_is_served_on_hopper(change, served, monkeypatch):
         low_rank = states, states.clone()
     factors = HeadInputs(hidden_states, weight, bias, *low_rank)
     options = LossOptions(label_smoothing=change.get("label_smoothing", 0.0))
-    assert odds.serves_odds(factors, options, set(change.get("statistics", ()))) is served
+    assert odds.serves_odds(factors, options, set(change.get("statistics", ()))) is on_hopper
+    assert odds.serves_row_odds(factors, options) is on_others

@@ -16,41 +16,13 @@ from three_ways import (
 )
 from torch.nn.functional import linear
 
-from liger_patch.kernels.head.inputs import HeadInputs
-from liger_patch.kernels.head.odds import serves_row_odds
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_log_probs import linear_log_probs
-from liger_patch.kernels.options import LossOptions
 from liger_patch.kernels.triton import row_odds as kernels
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter's numpy
     "ignore:(overflow|invalid value|All-NaN slice) encountered:RuntimeWarning"
 )
-
-
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden_states", "weight")], ids=str)
-def test_an_adapter(frozen, row_odds):
-    device, dtype = row_odds
-    inputs, labels = linear_inputs(dtype, device, 60, rank=20)
-    options = filled(SERVED["everything"], len(labels), 131, device)
-    check_linear(inputs, labels, frozen=frozen, **options)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (20, 33, 128),  # whole blocks of the interpreter
-        (3, 64, 257),  # a class alone in its block
-        (1, 7, 2),
-        (2, 40, 20001),  # several blocks of a GPU
-    ],
-    ids=str,
-)
-def test_any_shape(shape, row_odds):
-    device, dtype = row_odds
-    inputs, labels = linear_inputs(dtype, device, *shape, ignored=0.1)
-    labels[0] = shape[-1] - 1
-    check_linear(inputs, labels)
 
 
 @pytest.mark.parametrize("view", slow_but([strided], [transposed, strided, padded]))
@@ -126,30 +98,3 @@ def test_statistics_beside_the_gradients(row_odds):
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert found.entropy is not None
     torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("change", "served"),
-    [
-        ({}, True),
-        ({"dtype": torch.float16}, False),
-        ({"dtype": torch.float32}, False),
-        ({"bias": True}, False),
-        ({"label_smoothing": 0.1}, False),
-        ({"writes_float32": False}, False),
-        ({"transposed": True}, False),
-    ],
-    ids=str,
-)
-def test_what_is_served(change, served, monkeypatch):
-    how = {"dtype": torch.bfloat16, "bias": False, "label_smoothing": 0.0, "writes_float32": True}
-    how |= change
-    monkeypatch.setattr(
-        "liger_patch.kernels.head.odds.writes_float32", lambda _: how["writes_float32"]
-    )
-    weight = torch.zeros(131, 8, dtype=how["dtype"])
-    if "transposed" in how:
-        weight = transposed(weight)
-    operands = HeadInputs(weight[:5], weight, weight[:, 0] if how["bias"] else None)
-    options = LossOptions(label_smoothing=how["label_smoothing"])
-    assert serves_row_odds(operands, options) is served
