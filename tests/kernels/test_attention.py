@@ -4,6 +4,7 @@ of which no value is taken; with a prefix it is that over all keys, in two parts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import plain_flash
@@ -14,16 +15,12 @@ from exactness import assert_no_worse
 from torch import Tensor
 
 from liger_patch.kernels import attention, reference
-from liger_patch.kernels.attention import (
-    add_sinks,
-    gradient_of_sinks,
-    prefix_attention,
-    sink_attention,
-)
+from liger_patch.kernels.attention import prefix_attention, sink_attention
 from liger_patch.kernels.segments import Prefixes, Segments
 
 SCALE = 0.3
 NAMES = "query", "key", "value", "sinks"
+Results = dict[str, Tensor | None]
 
 
 def inputs(tokens: int, heads: int, size: int, device: str = "cpu") -> list[Tensor]:
@@ -52,30 +49,38 @@ def causal(tokens: int, window: int | None, starts: list[int], device: str) -> T
     return sees if window is None else sees & (distance < window)
 
 
-def test_the_formula_is_exact_in_float64() -> None:
-    """Given its result and log-sum-exp with sinks, flash attention's backward pass is right too."""
-    query, key, value, sinks = (each.requires_grad_() for each in inputs(7, 3, 4))
-    sees = causal(7, None, [0], "cpu")
-    truth = by_softmax(query, key, value, sinks, sees)
-    dy = torch.randn_like(truth)
-    expected = torch.autograd.grad(truth, (query, key, value, sinks), dy)
-    with torch.no_grad():
-        scores = (query @ key.transpose(-1, -2) * SCALE).masked_fill(~sees, float("-inf"))
-        y = (scores.softmax(-1) @ value).transpose(1, 2)
-        y, lse = add_sinks(y, scores.logsumexp(-1).transpose(1, 2), sinks)
-        torch.testing.assert_close(y, truth, rtol=1e-14, atol=1e-14)
-        shares = torch.exp(scores - lse.transpose(1, 2)[..., None])
-        upstream, result = dy.transpose(1, 2), y.transpose(1, 2)
-        rest = (upstream * result).sum(-1, keepdim=True)
-        dscores = shares * (upstream @ value.transpose(-1, -2) - rest) * SCALE
-        found = (
-            dscores @ key,
-            dscores.transpose(-1, -2) @ query,
-            shares.transpose(-1, -2) @ upstream,
-            gradient_of_sinks(dy, y, lse, sinks),
-        )
-    for ours, true in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, true, rtol=1e-14, atol=1e-14)
+def with_gradients(call: Callable[..., Tensor], given: list[Tensor], dy: Tensor) -> Results:
+    """The result y of query, key, value and perhaps sinks, and their gradients, by name."""
+    leaves = [each.detach().requires_grad_() for each in given]
+    y = call(*leaves)
+    gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+    return {"y": y, **dict(zip(NAMES, gradients, strict=False))}
+
+
+def sink_segments(tokens: int, window: int | None, starts: list[int], device: str) -> Segments:
+    """Of two rows whose sequences start there."""
+    ends = [start + row * tokens for row in range(2) for start in starts] + [2 * tokens]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    return Segments(cu_seqlens, int(cu_seqlens.diff().max()), window)
+
+
+@pytest.fixture
+def _plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_forward", "flash_backward"):
+        monkeypatch.setattr(attention, name, getattr(plain_flash, name))
+
+
+@pytest.mark.usefixtures("_plain_flash")
+@pytest.mark.parametrize("starts", [[0], [0, 3, 4]])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sinks_are_exact_in_float64(groups: int, starts: list[int]) -> None:
+    states = inputs(7, 4, 8)
+    states[1:3] = [each[:, ::groups].contiguous() for each in states[1:3]]
+    segments, sees = sink_segments(7, None, starts, "cpu"), causal(7, None, starts, "cpu")
+    dy = torch.randn(2, 7, 4, 8, dtype=torch.float64)
+    found = with_gradients(lambda *each: sink_attention(*each, segments, SCALE), states, dy)
+    expected = with_gradients(lambda *each: by_softmax(*each, sees), states, dy)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu
@@ -91,19 +96,10 @@ def test_flash_attention_with_sinks_is_no_worse(
     states[1:3] = [each[:, ::groups] for each in states[1:3]]
     low = [each.to(dtype).contiguous() for each in states]
     sees = causal(tokens, window, starts, "cuda")
-    cu_seqlens = None
-    if len(starts) > 1:
-        ends = [start + row * tokens for row in range(2) for start in starts] + [2 * tokens]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    longest = max(b - a for a, b in zip(starts, [*starts[1:], tokens], strict=True))
-    segments = Segments(cu_seqlens, longest, window)
+    segments = sink_segments(tokens, window, starts, "cuda")
+    if len(starts) == 1:  # flash attention takes rows of one sequence as they are
+        segments = Segments(None, tokens, window)
     dy = torch.randn(2, tokens, 8, size, device="cuda", dtype=torch.float64)
-
-    def results(call, given: list[Tensor]) -> dict[str, Tensor | None]:
-        leaves = [each.detach().requires_grad_() for each in given]
-        y = call(*leaves)
-        gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
-        return {"y": y, **dict(zip(NAMES, gradients, strict=True))}
 
     def on_flash(*given: Tensor) -> Tensor:
         return sink_attention(*given, segments, SCALE)
@@ -111,10 +107,10 @@ def test_flash_attention_with_sinks_is_no_worse(
     def eager(*given: Tensor) -> Tensor:
         return by_softmax(*given, sees)
 
-    truth = results(eager, [each.double() for each in low])
-    assert_no_worse(results(on_flash, low), results(eager, low), truth, dtype)
-    again = results(on_flash, low)
-    assert torch.equal(again["y"], results(on_flash, low)["y"])
+    truth = with_gradients(eager, [each.double() for each in low], dy)
+    ours = with_gradients(on_flash, low, dy)
+    assert_no_worse(ours, with_gradients(eager, low, dy), truth, dtype)
+    assert torch.equal(ours["y"], on_flash(*low))
 
 
 # of groups: tokens of the prefix, of the sequences that continue it; then those of other sequences
@@ -150,13 +146,11 @@ def make_states(
     return [states[0], *(each[:, :key_heads].contiguous() for each in states[1:])]
 
 
-def results(call, states: list[Tensor], segments: Segments, scale: float | None) -> dict:
-    leaves = [each.detach().requires_grad_() for each in states]
-    y = call(*leaves, segments, scale)
+def results(call, states: list[Tensor], segments: Segments, scale: float | None) -> Results:
+    batch, heads, tokens, size = states[0].shape
     torch.manual_seed(1)
-    dy = torch.randn(y.shape, device=y.device, dtype=torch.float64).to(y.dtype)
-    gradients = torch.autograd.grad(y, leaves, dy)
-    return {"y": y, **dict(zip(("query", "key", "value"), gradients, strict=True))}
+    dy = torch.randn(batch, tokens, heads, size, device=states[0].device, dtype=torch.float64)
+    return with_gradients(lambda *each: call(*each, segments, scale), states, dy)
 
 
 def test_the_reference_shows_a_prefix_to_its_group() -> None:
@@ -174,20 +168,16 @@ def test_the_reference_shows_a_prefix_to_its_group() -> None:
     assert torch.equal(reference.segment_mask(segments, 1, 6)[0], expected.bool())
 
 
+@pytest.mark.usefixtures("_plain_flash")
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_two_parts_are_exact_in_float64(
-    rows: tuple, key_heads: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("flash_forward", "flash_backward"):
-        monkeypatch.setattr(attention, name, getattr(plain_flash, name))
+def test_two_parts_are_exact_in_float64(rows: tuple, key_heads: int, scale: float | None) -> None:
     segments = make_segments(*rows)
     states = make_states(segments, 4, key_heads, 8)
     found = results(prefix_attention, states, segments, scale)
     expected = results(truths.segment_attention, states, segments, scale)
-    for name, true in expected.items():
-        torch.testing.assert_close(found[name], true, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu
