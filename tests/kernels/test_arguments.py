@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,46 +106,7 @@ LOG_PROBS = [
 
 
 LABELS = torch.zeros(N, dtype=torch.int64)
-
-
-def call_linear(operator=linear_cross_entropy, **changes):
-    fitting = {"hidden_states": torch.ones(N, H), "weight": torch.ones(V, H), "labels": LABELS}
-    return operator(**(fitting | changes))
-
-
-def call_logits(**changes):
-    return cross_entropy(**({"logits": torch.ones(N, V), "labels": LABELS} | changes))
-
-
-def call_log_probs(**changes):
-    return call_linear(linear_log_probs, **changes)
-
-
-@pytest.mark.parametrize("call", [call_linear, call_logits])
-def test_numbers_of_numpy_are_numbers(call):
-    numbers = {"softcap": 30.0, "z_loss": 0.5, "logit_scale": 2.0, "num_items_in_batch": 3.0}
-    ours = call(**{name: np.float32(value) for name, value in numbers.items()})
-    assert torch.equal(ours, call(**numbers))
-
-
-@pytest.mark.parametrize(
-    ("call", "argument", "value", "shown"),
-    [
-        pytest.param(call, *row, id=f"{call.__name__}-{row[0]}-{row[2]}")
-        for call, rows in {
-            call_linear: BOTH + LINEAR,
-            call_logits: BOTH + LOGITS,
-            call_log_probs: LOG_PROBS,
-        }.items()
-        for row in rows
-    ],
-)
-def test_what_does_not_fit_is_named(call, argument, value, shown):
-    with pytest.raises(ValueError, match=argument) as error:
-        call(**{argument: value})
-    assert shown in str(error.value)
-
-
+HEAD = {"hidden_states": torch.ones(N, H), "weight": torch.ones(V, H), "labels": LABELS}
 X, Q, COS = zeros(2, 8), zeros(2, 3, 5, 8), zeros(1, 5, 8)
 ROWS, TAPS = zeros(2, 3, 8), zeros(8, 4)
 HEADS, VALUES, G = zeros(2, 3, 2, 8), zeros(2, 3, 4, 6), zeros(2, 3, 4)
@@ -166,8 +128,9 @@ FITTING: dict[Callable[..., Any], dict[str, Any]] = {
     gated_delta_rule: {"q": HEADS, "k": HEADS, "v": VALUES, "g": G, "beta": G},
     rms_norm: {"x": X, "weight": None, "eps": 1e-5},
     rotary: {"q": Q, "k": Q, "cos": COS, "sin": COS},
-    linear_cross_entropy: {"hidden_states": torch.ones(N, H), "weight": torch.ones(V, H)}
-    | {"labels": LABELS, "low_rank": (torch.ones(N, 2), torch.ones(V, 2))},
+    linear_cross_entropy: HEAD,
+    linear_log_probs: HEAD,
+    cross_entropy: {"logits": torch.ones(N, V), "labels": LABELS},
     linear_distillation: STUDENT | TEACHER,
     from_likeliest: STUDENT | TOP_K,
 }
@@ -291,40 +254,63 @@ WRONG: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
 }
 
 
+NAMED = {linear_cross_entropy: BOTH + LINEAR, cross_entropy: BOTH + LOGITS}
+NAMED[linear_log_probs] = LOG_PROBS
+
+
+ROWS_OF_ALL = [
+    (operator, {name: value}, f"{name}.*{re.escape(shown)}")
+    for operator, rows in NAMED.items()
+    for name, value, shown in rows
+]
+ROWS_OF_ALL += [(operator, *row) for operator, rows in WRONG.items() for row in rows]
+
+
+def call(operator: Callable[..., Any], **changes: Any) -> Any:
+    return operator(**FITTING[operator] | changes)
+
+
 @pytest.mark.parametrize(
     ("operator", "changes", "message"),
-    [
-        pytest.param(operator, *row, id=f"{operator.__name__}-{'-'.join(row[0])}")
-        for operator, rows in WRONG.items()
-        for row in rows
-    ],
+    [pytest.param(*row, id=f"{row[0].__name__}-{'-'.join(row[1])}") for row in ROWS_OF_ALL],
 )
-def test_what_does_not_fit_is_an_error_that_names_it(
-    operator: Callable[..., Any], changes: dict[str, Any], message: str
-) -> None:
+def test_what_does_not_fit_is_an_error_that_names_it(operator, changes, message):
     with pytest.raises(ValueError, match=message):
-        operator(**FITTING[operator] | changes)
+        call(operator, **changes)
 
 
-@pytest.mark.parametrize("call", [call_linear, call_logits])
+both_losses = pytest.mark.parametrize("loss", [linear_cross_entropy, cross_entropy])
+
+
+@both_losses
+def test_numbers_of_numpy_are_numbers(loss):
+    numbers = {"softcap": 30.0, "z_loss": 0.5, "logit_scale": 2.0, "num_items_in_batch": 3.0}
+    ours = call(loss, **{name: np.float32(value) for name, value in numbers.items()})
+    assert torch.equal(ours, call(loss, **numbers))
+
+
+@both_losses
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_number_of_items_without_a_mean_is_an_error(call, reduction):
+def test_number_of_items_without_a_mean_is_an_error(loss, reduction):
     with pytest.raises(ValueError, match=f"num_items_in_batch.*'{reduction}'"):
-        call(num_items_in_batch=3, reduction=reduction)
+        call(loss, num_items_in_batch=3, reduction=reduction)
 
 
-@pytest.mark.parametrize("call", [call_linear, call_logits])
+@both_losses
 @pytest.mark.parametrize("items", [6, torch.tensor(6), torch.tensor([6.0]), torch.tensor([[6]])])
-def test_number_of_items_in_any_form(call, items):
-    torch.testing.assert_close(call(num_items_in_batch=items), call(reduction="sum") / 6)
+def test_number_of_items_in_any_form(loss, items):
+    torch.testing.assert_close(
+        call(loss, num_items_in_batch=items), call(loss, reduction="sum") / 6
+    )
 
 
-@pytest.mark.parametrize("call", [call_linear, call_logits])
+@both_losses
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.bfloat16], ids=str)
-def test_token_weights_of_any_dtype(call, dtype):
+def test_token_weights_of_any_dtype(loss, dtype):
     weight = torch.tensor([1, 0, 1, 1])
-    expected = call(token_weight=weight.float(), reduction="none")
-    torch.testing.assert_close(call(token_weight=weight.to(dtype), reduction="none"), expected)
+    expected = call(loss, token_weight=weight.float(), reduction="none")
+    found = call(loss, token_weight=weight.to(dtype), reduction="none")
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu
@@ -332,22 +318,18 @@ def test_labels_on_another_device_are_an_error():
     device = torch.device("cuda")
     hidden_states, weight = torch.ones(N, H, device=device), torch.ones(V, H, device=device)
     with pytest.raises(ValueError, match="labels must be on cuda:0, got cpu"):
-        call_linear(hidden_states=hidden_states, weight=weight)
+        call(linear_cross_entropy, hidden_states=hidden_states, weight=weight)
     with pytest.raises(ValueError, match="weight must be on cuda:0 as hidden_states are, got cpu"):
-        call_linear(hidden_states=hidden_states)
+        call(linear_cross_entropy, hidden_states=hidden_states)
 
 
 @pytest.mark.parametrize("name", ["hidden_states", "weight", "bias", "low_rank"])
 def test_a_tensor_of_tensors_is_an_error_that_names_it(name):
-    given = {"hidden_states": torch.randn(3, 8), "weight": torch.randn(11, 8)}
-    given |= {"bias": torch.randn(11), "low_rank": (torch.randn(3, 2), torch.randn(11, 2))}
-    if name == "low_rank":
-        states, weight = given["low_rank"]
-        given["low_rank"] = TwoTensor(states, states), weight
-    else:
-        given[name] = TwoTensor(given[name], given[name])
+    given = {**HEAD, "bias": torch.ones(V), "low_rank": torch.ones(N, 2)}
+    given[name] = TwoTensor(given[name], given[name])
+    given["low_rank"] = given["low_rank"], torch.ones(V, 2)
     with pytest.raises(ValueError, match=f"{name} must be a plain tensor, got TwoTensor"):
-        linear_cross_entropy(**given, labels=torch.zeros(3, dtype=torch.int64))
+        linear_cross_entropy(**given)
 
 
 def test_a_batch_of_upstream_gradients_is_an_error_that_says_so():
