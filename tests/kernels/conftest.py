@@ -36,7 +36,9 @@ Odds = Iterator[tuple[torch.device, torch.dtype]]
 ROW_BLOCK_V = 32  # of the interpreter's rows: several blocks of the tests' 131 classes
 
 
-def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str) -> Odds:
+def computing_odds(
+    form: OddsForm, device: str, monkeypatch: pytest.MonkeyPatch, record: Any
+) -> Odds:
     """Yield device and dtype that odds are computed in; a test in which none are fails. The
     interpreter multiplies no bf16.
     """
@@ -62,36 +64,32 @@ def computing_odds(form: OddsForm, monkeypatch: pytest.MonkeyPatch, device: str)
             monkeypatch.setattr(odds, "serves_row_odds", lambda operands, _: serves(operands))
             for block in (kernels.BLOCK, kernels.BLOCK_WITH_SOFTCAP):
                 monkeypatch.setitem(block, "BLOCK_V", ROW_BLOCK_V)
-    computed = []
-    compute = getattr(computes, name)
-
-    def counted(self: Any, *args: Any, **how: Any) -> None:
-        computed.append(self)
-        compute(self, *args, **how)
-
-    monkeypatch.setattr(computes, name, counted)
+    computed = record(computes, name)
     yield torch.device(device), torch.float32 if is_interpreter else torch.bfloat16
     assert computed
 
 
 @pytest.fixture(params=FORMS[1:])
-def odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Odds:
+def odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, record: Any) -> Odds:
     """Odds of Hopper's kernels."""
-    yield from computing_odds("hopper", monkeypatch, request.param)
+    yield from computing_odds("hopper", request.param, monkeypatch, record)
 
 
 @pytest.fixture(params=FORMS[1:])
-def row_odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Odds:
+def row_odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, record: Any) -> Odds:
     """Odds of other GPUs' kernel."""
-    yield from computing_odds("rows", monkeypatch, request.param)
+    yield from computing_odds("rows", request.param, monkeypatch, record)
 
 
 @pytest.fixture(params=FORMS[1:])
 def both_odds(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, odds_form: OddsForm
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    record: Any,
+    odds_form: OddsForm,
 ) -> Odds:
     """Odds of the kernels that ``odds_form`` names."""
-    yield from computing_odds(odds_form, monkeypatch, request.param)
+    yield from computing_odds(odds_form, request.param, monkeypatch, record)
 
 
 @pytest.fixture(params=["hopper", "rows"])

@@ -162,7 +162,7 @@ def test_peak_memory_is_gradients_and_one_chunk(chunk_mib, frozen, ignored):
 
 @pytest.mark.parametrize("options", [{}, {"class_weight": True}, {"token_weight": True}], ids=str)
 @pytest.mark.parametrize("items", [None, 100, torch.tensor(100)], ids=str)
-def test_host_waits_for_the_counts_alone(options, items, monkeypatch):
+def test_host_waits_for_the_counts_alone(options, items, record):
     inputs, labels = gpu_inputs(torch.bfloat16, 512, 64, 1000, ignored=0.5)
     leaves = {name: value.requires_grad_() for name, value in inputs.items()}
     sizes = {"class_weight": 1000, "token_weight": 512}
@@ -176,11 +176,7 @@ def test_host_waits_for_the_counts_alone(options, items, monkeypatch):
 
     step()
     torch.cuda.synchronize()
-    waits = []
-    wait = torch.cuda.Event.synchronize
-    monkeypatch.setattr(
-        torch.cuda.Event, "synchronize", lambda event: waits.append(event) or wait(event)
-    )
+    waits = record(torch.cuda.Event, "synchronize")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -18,17 +18,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes(record):
     """The rows of each pass through the chunks that computes gradients, and 0 of each other."""
-    seen = []
-    run_chunks = operator.run_chunks
 
-    def counted(config, inputs, row_scale, wanted, **how):
-        seen.append(len(row_scale) if any(wanted) else 0)
-        return run_chunks(config, inputs, row_scale, wanted, **how)
+    def rows(config, inputs, row_scale, wanted, **how):
+        return len(row_scale) if any(wanted) else 0
 
-    monkeypatch.setattr(operator, "run_chunks", counted)
-    return seen
+    return record(operator, "run_chunks", rows)
 
 
 PASSES = [  # frozen, upstream, same_gradient, whether each pass computes gradients

@@ -72,17 +72,8 @@ def test_a_quantized_base_is_not_kept_dense(device: torch.device, kept: list[Ten
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
 
-def test_adapters_are_cast_in_one_call(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    copy = torch._foreach_copy_
-
-    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
-        calls.append(len(sources))
-        copy(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+def test_adapters_are_cast_in_one_call(device: torch.device, record: Any) -> None:
+    calls = record(torch, "_foreach_copy_", lambda targets, _: len(targets))
     leaves, parts = trainable(*linears_inputs(device, "autocast"))
     with torch.autocast(device.type, torch.bfloat16):
         ys = lora_linears(leaves["x"], parts)

@@ -40,28 +40,18 @@ def test_what_is_kept(device: torch.device, kept: list[Tensor]) -> None:
     assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
 
 
-def test_gate_and_up_are_freed_before_the_products_of_dx(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gate_and_up_are_freed_before_the_products_of_dx(device: torch.device, record: Any) -> None:
     """Under checkpoints: else the graph holds them."""
-    held: list[weakref.ref[Tensor]] = []
-    alive: list[bool] = []
-    of_activation, of_input = mlp.activate_backward, mlp.gradients_of_input_
 
-    def activate_backward(da: Tensor, ds: Tensor, gate: Tensor, up: Tensor, *others: Any) -> Any:
-        held.extend(map(weakref.ref, (gate, up)))
-        return of_activation(da, ds, gate, up, *others)
+    def of_gate_and_up(da: Tensor, ds: Tensor, gate: Tensor, up: Tensor, *_: Any) -> list[Any]:
+        return [weakref.ref(gate), weakref.ref(up)]
 
-    def gradients_of_input_(*arguments: Any) -> Any:
-        alive.extend(each() is not None for each in held)
-        return of_input(*arguments)
-
-    monkeypatch.setattr(mlp, "activate_backward", activate_backward)
-    monkeypatch.setattr(mlp, "gradients_of_input_", gradients_of_input_)
+    held = record(mlp, "activate_backward", of_gate_and_up)
+    alive = record(mlp, "gradients_of_input_", lambda *_: [each() is not None for each in held[0]])
     leaves, parts = trainable(*mlp_inputs(device, "float16"), EVERYTHING)
     y = checkpoint(lambda x: gated_mlp(x, *parts), leaves["x"], use_reentrant=False)
     y.sum().backward()
-    assert alive == [False, False]
+    assert alive == [[False, False]]
 
 
 @pytest.mark.parametrize(
@@ -69,19 +59,11 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(
     pairwise([True, False], [0.0, 0.5], ["x", EVERYTHING]),
 )
 def test_checkpointing_leaves_out_the_last_product(
-    dropout: float,
-    reentrant: bool,
-    wanted: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    dropout: float, reentrant: bool, wanted: str, device: torch.device, record: Any
 ) -> None:
     """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
     x, parts = mlp_inputs(device, "float16", dropout=dropout, quantized=True)
-    products: list[Any] = []
-    read = Quantized.dequantized
-    monkeypatch.setattr(
-        Quantized, "dequantized", lambda weight: products.append(weight) or read(weight)
-    )
+    products = record(Quantized, "dequantized")
 
     layer = our_mlp("silu")
     expected = results(seeded(layer), x, parts, wanted=wanted)

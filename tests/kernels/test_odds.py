@@ -76,17 +76,10 @@ def test_any_shape(shape, both_odds):
     check_linear(inputs, labels)
 
 
-def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, monkeypatch):
+def test_losses_alone_are_those_with_gradients_and_take_no_logits(odds, record):
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
-    given = []
-    run = forms.OddsForm.run
-
-    def watched(self, *args, memory, **how):
-        given.append(memory)
-        run(self, *args, memory=memory, **how)
-
-    monkeypatch.setattr(forms.OddsForm, "run", watched)
+    given = record(forms.OddsForm, "run", lambda *_, memory, **__: memory)
     with_gradients = results_and_gradients(
         lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib(7, 131, dtype)),
         inputs,

@@ -45,18 +45,13 @@ def test_losses_beyond_60_nats(scale, options, both_odds):
     assert losses.max() > 60
 
 
-def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch):
+def test_no_chunk_has_overflowed_before_it_runs(odds, monkeypatch, record):
     """The flag lies in memory that may have been used before: 1 would compute a chunk twice."""
     device, dtype = odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.2)
-    new_empty, run, flags = torch.Tensor.new_empty, forms.OddsForm.run, []
+    new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **how: new_empty(*a, **how).fill_(1))
-
-    def watched(self, *args, **how):
-        flags.append(self._overflow.item())
-        run(self, *args, **how)
-
-    monkeypatch.setattr(forms.OddsForm, "run", watched)
+    flags = record(forms.OddsForm, "run", lambda form, *_, **__: form._overflow.item())
     linear_cross_entropy(**inputs, labels=labels, chunk_mib=chunk_mib(7, 131, dtype))
     assert len(flags) > 1
     assert not any(flags)

@@ -48,14 +48,12 @@ def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
 def test_quantized_bases_are_dequantized_once_in_a_pass(
-    way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    way: str, device: torch.device, record: Any
 ) -> None:
     x, parts = mlp_inputs(device, way, quantized=True)
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
     check(our_mlp("silu", 3), eager_mlp("silu"), x, parts, **how)
-    kind: Any = type(parts[0].weight)
-    read, count = kind.dequantized, []
-    monkeypatch.setattr(kind, "dequantized", lambda each: count.append(each) or read(each))
+    count = record(Quantized, "dequantized")
     results(our_mlp("silu", 3), x, parts, **how)
     assert len(count) == 3 + 3
 
