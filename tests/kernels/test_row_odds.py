@@ -17,7 +17,6 @@ from three_ways import (
 from torch.nn.functional import linear
 
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.triton import row_odds as kernels
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter's numpy
@@ -82,19 +81,4 @@ def test_log_probs_of_rows_that_are_computed_again(row_odds):
 def test_statistics_beside_the_gradients(row_odds):
     device, dtype = row_odds
     inputs, labels = linear_inputs(dtype, device, 20, ignored=0.0)
-    names = ("entropy", "lse", "is_top1", "mean_logits")
-
-    def ours(**x):
-        return -linear_log_probs(**x, labels=labels, outputs=names).log_probs.sum()
-
-    def eager(**x):
-        return eager_cross_entropy(linear(*x.values()), labels, reduction="sum")
-
-    truth = results_and_gradients(eager, {name: value.double() for name, value in inputs.items()})
-    results = results_and_gradients(ours, inputs)
-    assert_no_worse(results, results_and_gradients(eager, inputs), truth, dtype)
-    found = linear_log_probs(**inputs, labels=labels, outputs=names)
-    logits = linear(*inputs.values()).double()
-    entropy = torch.distributions.Categorical(logits=logits).entropy()
-    assert found.entropy is not None
-    torch.testing.assert_close(found.entropy.double(), entropy, rtol=1e-3, atol=1e-3)
+    check_log_probs(inputs, labels, outputs=("entropy", "lse", "is_top1", "mean_logits"))
