@@ -42,6 +42,9 @@ UPSTREAM: dict[str, Callable[[int], dict[str, Tensor]]] = {  # gradients of the 
     "zero_for_some": lambda n: {"log_probs": torch.randn(n) * (torch.arange(n) % 3 > 0)},
     "entropy": lambda n: {"entropy": torch.randn(n)},
     "lse": lambda n: {"lse": torch.randn(n)},
+    "entropy and lse": lambda n: {name: torch.randn(n) for name in ("entropy", "lse")},
+    "log_probs and lse": lambda n: {name: torch.randn(n) for name in ("log_probs", "lse")},
+    "log_probs and entropy": lambda n: {name: torch.randn(n) for name in ("log_probs", "entropy")},
     "all": lambda n: {name: torch.randn(n) for name in DIFFERENTIABLE},
 }
 
