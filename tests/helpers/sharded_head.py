@@ -16,7 +16,7 @@ import torch
 from gloo_group import join, leave, record_collectives
 from kernel_forms import INTERPRETED, speed_up_interpreter
 from log_probs_ways import FIELDS, check_log_probs
-from three_ways import LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
+from three_ways import DTYPES, LOW_DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 from torch import Tensor
 from torch import distributed as dist
 
@@ -118,23 +118,18 @@ def hold(inputs: dict[str, Tensor], labels: Tensor, **how: Any) -> None:
 
 def check_losses() -> None:
     """Every option, with a bias and an adapter, in several chunks: in every dtype on kernels, in
-    one with PyTorch's operations.
+    float64 and another with PyTorch's operations.
     """
     tokens = 12 if device.type == "cuda" else 8  # eager sums the bias of 8 too exactly there
-    for i, dtype in enumerate(LOW_DTYPES):
-        rank = 3 if dtype == torch.float32 else 0
+    for i, dtype in enumerate(DTYPES):
+        rank = 0 if dtype.itemsize == 2 else 3
         shape = (dtype, device, tokens)
         inputs, labels = linear_inputs(*shape, bias=dtype != torch.float16, rank=rank)
-        in_turn = slice(None) if on_kernels() else slice(i, None, len(LOW_DTYPES))
+        is_all = on_kernels() or dtype == torch.float64
+        in_turn = slice(None) if is_all else slice(i, None, len(LOW_DTYPES))
         for options in [*OPTIONS.values()][in_turn]:
             few_rows = chunk_mib(3, 66, dtype)
             hold(inputs, labels, chunk_mib=few_rows, **filled(options, len(labels), 131, device))
-
-
-def check_double() -> None:
-    inputs, labels = linear_inputs(torch.float64, device, bias=True, rank=2)
-    for options in OPTIONS.values():
-        hold(inputs, labels, **filled(options, len(labels), 131, device))
 
 
 def check_reductions() -> None:

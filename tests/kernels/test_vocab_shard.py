@@ -9,7 +9,7 @@ from gloo_group import run
 from kernel_forms import FORMS, INTERPRETED
 
 KERNELS = "losses", "shapes", "log_probs_of_labels", "ties"  # what differs between the forms
-OTHERS = "reductions", "double", "no_label", "backward_twice", "errors", "collectives"
+OTHERS = "reductions", "no_label", "backward_twice", "errors", "collectives"
 
 
 SLOW_INTERPRETER = pytest.param(
