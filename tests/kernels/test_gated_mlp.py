@@ -4,12 +4,13 @@ than three linear layers, and what it keeps for the backward pass.
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from eager_layers import MLP_SIZE, mlp, mlp_tensors
 from layer_checks import ACTIVATIONS, check, gated_mlp
+from lora_checks import Quantized
 from slow_cases import pairwise
 from three_ways import DTYPES
 from torch import Tensor
@@ -19,7 +20,11 @@ from liger_patch.kernels.lora.projection import without_adapter
 
 HIDDEN = 24
 SHAPES = {"rows": (7, HIDDEN), "batch": (2, 5, HIDDEN), "none": (0, HIDDEN)}
-SLICES = (None, 1, 4, 100)  # of so many tokens
+WEIGHTS = ("gate", "up", "down")
+FORMS = [  # weights that are quantized, and tokens of a slice
+    *(((), tokens) for tokens in (None, 1, 4, 100)),
+    *product([("gate",), ("up",), ("down",), WEIGHTS], [None, 4]),
+]
 
 
 def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -27,31 +32,35 @@ def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "slice_tokens", "shape", "dtype"),
-    pairwise(ACTIVATIONS, SLICES, SHAPES.values(), DTYPES),
+    ("form", "activation", "shape", "dtype"),
+    pairwise(FORMS, ACTIVATIONS, SHAPES.values(), DTYPES),
 )
-def test_gated_mlp(activation, slice_tokens, shape, dtype, device):
-    ours = partial(gated_mlp, activation=activation, slice_tokens=slice_tokens)
+def test_gated_mlp(form, activation, shape, dtype, device):
+    quantized, slice_tokens = form
     inputs = mlp_tensors(shape, device, dtype)
-    check(ours, partial(mlp, activation=activation), inputs)
+    held = {name: Quantized(inputs.pop(name)) for name in quantized}
+
+    def ours(x: Tensor, **weights: Tensor) -> Tensor:
+        how = {"activation": activation, "slice_tokens": slice_tokens}
+        return gated_mlp(x, **weights, **held, **how)
+
+    def plain(x: Tensor, **weights: Tensor) -> Tensor:
+        dense = {name: each.dequantized().to(x.dtype) for name, each in held.items()}
+        return mlp(x, **weights, **dense, activation=activation)
+
+    check(ours, plain, inputs)
 
 
-def test_gated_mlp_of_one_row(device):
+@pytest.mark.parametrize(
+    ("shape", "inside", "out"),
+    [((HIDDEN,), MLP_SIZE, HIDDEN), ((2, 5, HIDDEN), 0, HIDDEN), ((2, 5, HIDDEN), MLP_SIZE, 5)],
+    ids=["one row", "no intermediate features", "another size of y"],
+)
+def test_gated_mlp_of_other_sizes(shape, inside, out, device):
     """In float64: of so few numbers in 16 bits, eager's are now and then exact."""
-    check(gated_mlp, mlp, mlp_tensors((HIDDEN,), device, torch.float64))
-
-
-def test_gated_mlp_without_intermediate_features(device):
-    inputs = mlp_tensors(SHAPES["batch"], device, torch.float64)
-    for name in ("gate", "up"):
-        inputs[name] = inputs[name][:0]
-    inputs["down"] = inputs["down"][:, :0]
-    check(gated_mlp, mlp, inputs)
-
-
-def test_gated_mlp_to_another_size(device):
-    inputs = mlp_tensors(SHAPES["batch"], device, torch.float64)
-    inputs["down"] = inputs["down"][:5]
+    inputs = mlp_tensors(shape, device, torch.float64)
+    inputs |= {name: inputs[name][:inside] for name in ("gate", "up")}
+    inputs["down"] = inputs["down"][:out, :inside]
     check(gated_mlp, mlp, inputs)
 
 
@@ -71,7 +80,7 @@ def test_gated_mlp_of_one_product(dtype, device):
 
 def test_a_result_with_a_bias_can_be_written_to(device):
     inputs = trainable(mlp_tensors(SHAPES["batch"], device, torch.float64))
-    parts = [without_adapter(inputs[name]) for name in ("gate", "up", "down")]
+    parts = [without_adapter(inputs[name]) for name in WEIGHTS]
     parts = [part._replace(bias=part.weight[:, 0]) for part in parts]
     run_gated_mlp(inputs["x"], *parts, torch.float64, "silu", None).add_(1.0).sum().backward()
     assert all(each.grad is not None for each in inputs.values())

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from eager_layers import mlp, mlp_tensors
+from eager_layers import mlp
 from kernel_forms import INTERPRETED
-from layer_checks import check as check_plain
 from layer_checks import gated_mlp
 from lora_checks import (
     ADAPTERS,
@@ -28,7 +27,6 @@ from lora_checks import (
     trainable,
 )
 from slow_cases import pairwise, slow_but
-from three_ways import DTYPES
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,28 +54,6 @@ def test_quantized_bases_are_dequantized_once_in_a_pass(
     count = record(Quantized, "dequantized")
     results(our_mlp("silu", 3), x, parts, **how)
     assert len(count) == 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "which", "tokens"),
-    pairwise(DTYPES, ["gate", "up", "down", "all"], [4, None]),
-)
-def test_gated_mlp_of_quantized_weights(
-    tokens: int | None, which: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    inputs = mlp_tensors((2, 5, HIDDEN), device, dtype)
-    names = ("gate", "up", "down") if which == "all" else (which,)
-    held = {name: Quantized(inputs.pop(name)) for name in names}
-
-    def ours(x: Tensor, **weights: Any) -> Tensor:
-        given = held | weights
-        return gated_mlp(x, *(given[name] for name in ("gate", "up", "down")), slice_tokens=tokens)
-
-    def plain(x: Tensor, **weights: Any) -> Tensor:
-        dense = {name: each.dequantized().to(x.dtype) for name, each in held.items()}
-        return mlp(x, **dense | weights)
-
-    check_plain(ours, plain, inputs)
 
 
 def test_x_alone_is_kept(device: torch.device, kept: list[Tensor]) -> None:
