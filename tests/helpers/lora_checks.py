@@ -136,10 +136,13 @@ def dense(weight: Any) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantized()
 
 
-def eager_linear(x: Tensor, part: LoraProjection) -> Tensor:
-    """As PEFT's layer has it."""
+def eager_linear(x: Tensor, part: LoraProjection, mask: Tensor | None = None) -> Tensor:
+    """As PEFT's layer has it; the mask: of features that dropout leaves."""
     y = linear(x, dense(part.weight), part.bias)
-    added = linear(linear(x.to(part.a.dtype), part.a), part.b) * part.scaling
+    seen = x.to(part.a.dtype)
+    if mask is not None:
+        seen = seen * mask * (1.0 / (1.0 - part.dropout))
+    added = linear(linear(seen, part.a), part.b) * part.scaling
     return (y + added).to(y.dtype)
 
 

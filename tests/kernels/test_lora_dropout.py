@@ -20,6 +20,7 @@ from lora_checks import (
     assert_dropped,
     check,
     checkpointed,
+    eager_linear,
     linears_inputs,
     mlp_inputs,
     our_mlp,
@@ -29,7 +30,6 @@ from lora_checks import (
 )
 from slow_cases import pairwise
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_patch.kernels.lora.projection import LoraProjection
 
@@ -58,12 +58,7 @@ def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.devic
     assert abs(both - 0.75 * 0.5) < 5 * (0.25 / masks[0].numel()) ** 0.5  # independent
 
     def dropped(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
-        ys = []
-        for part, mask in zip(parts, masks, strict=True):
-            y = linear(x, part.weight, part.bias)
-            seen = x.to(part.a.dtype) * mask * (1.0 / (1.0 - part.dropout))
-            ys.append((y + linear(linear(seen, part.a), part.b) * part.scaling).to(y.dtype))
-        return tuple(ys)
+        return tuple(map(eager_linear, [x] * 3, parts, masks))
 
     check(LINEARS, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
 
@@ -108,9 +103,7 @@ def test_dropout_kernels_of_several_programs(
     mask = sum(masks) != 0
 
     def dropped(x: Tensor, parts: Any) -> tuple[Tensor, ...]:
-        (part,) = parts
-        seen = x * mask * (1.0 / (1.0 - rate))
-        return (linear(x, part.weight) + linear(linear(seen, part.a), part.b) * part.scaling,)
+        return (eager_linear(x, *parts, mask),)
 
     check(LINEARS, dropped, x, parts, wanted=EVERYTHING)
 

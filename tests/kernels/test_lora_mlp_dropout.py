@@ -14,6 +14,7 @@ from lora_checks import (
     WAYS,
     assert_dropped,
     check,
+    eager_linear,
     mlp_inputs,
     our_mlp,
     projection,
@@ -22,7 +23,6 @@ from lora_checks import (
 )
 from slow_cases import slow_but
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import HAS_TRITON
 from liger_patch.kernels.lora.projection import LoraProjection
@@ -69,15 +69,9 @@ def test_dropout_has_one_mask_forward_and_backward(
             masks.append(layer(torch.ones_like(x), given)[0] != 0)
     assert_dropped(masks, rates)
 
-    def product(x: Tensor, i: int, parts: Any) -> Tensor:
-        part = parts[i]
-        y = linear(x, part.weight, part.bias)
-        seen = x.to(part.a.dtype) * masks[i] * (1.0 / (1.0 - part.dropout))
-        return (y + linear(linear(seen, part.a), part.b) * part.scaling).to(y.dtype)
-
     def dropped(x: Tensor, parts: Any) -> tuple[Tensor]:
-        a = ACTIVATIONS[activation](product(x, 0, parts)) * product(x, 1, parts)
-        return (product(a, 2, parts),)
+        gate, up = (eager_linear(x, parts[i], masks[i]) for i in range(2))
+        return (eager_linear(ACTIVATIONS[activation](gate) * up, parts[2], masks[2]),)
 
     check(layer, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
 
