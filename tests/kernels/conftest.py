@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from kernel_forms import FORMS, INTERPRETED, speed_up_interpreter
+from kernel_forms import FORMS, INTERPRETED, form, speed_up_interpreter
 
 speed_up_interpreter()
 
@@ -21,6 +21,12 @@ def empty_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=FORMS[1:])
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """`device` without PyTorch's operations, for what only kernels compute."""
+    return form(request)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernel_forms import FORMS, INTERPRETED, form
+from kernel_forms import INTERPRETED
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 CODE = torch.tensor(  # bitsandbytes' functional.py, get_4bit_type
@@ -23,11 +23,6 @@ CODE = torch.tensor(  # bitsandbytes' functional.py, get_4bit_type
     ]
 )
 NESTED_BLOCKSIZE = 256
-
-
-@pytest.fixture(params=FORMS[1:])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return form(request)
 
 
 def made(numbers: int, blocksize: int, nested: bool, device: torch.device) -> tuple[Any, ...]:
@@ -64,18 +59,19 @@ def truth(
     pairwise([False, True], [32, 64, 256, 4096], FLOATS),
 )
 def test_every_slice_has_the_same_bits(
-    dtype: torch.dtype, blocksize: int, nested: bool, device: torch.device
+    dtype: torch.dtype, blocksize: int, nested: bool, kernel_device: torch.device
 ) -> None:
     from liger_patch.kernels.triton.nf4 import TILE, dequantized
 
     numbers = 6 * TILE + 4097  # an odd number, in more blocks of 64 than a nested one has
-    packed, scales, inner = made(numbers, blocksize, nested, device)
+    packed, scales, inner = made(numbers, blocksize, nested, kernel_device)
     expected = truth(packed, scales, inner, blocksize, numbers, dtype)
     edges = TILE, 2 * TILE, 4 * TILE
     slices = [(0, numbers), (0, 1), (1, 2), (numbers - 1, numbers), (7, 7000), (64, 6400), (33, 64)]
     slices += [(edge - 16, edge + 16) for edge in edges] + [(edge - 1, edge + 2) for edge in edges]
+    code = CODE.to(kernel_device)
     for start, stop in slices:
-        ours = dequantized(packed, CODE.to(device), scales, inner, blocksize, start, stop, dtype)
+        ours = dequantized(packed, code, scales, inner, blocksize, start, stop, dtype)
         assert ours.dtype == dtype
         assert torch.equal(ours, expected[start:stop]), (start, stop)
 
@@ -117,7 +113,7 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     dtype: torch.dtype,
     shape: tuple[int, int],
     double_quantized: bool,
-    device: torch.device,
+    kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -132,7 +128,7 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
         compress_statistics=double_quantized,
         module=layer,
     )
-    layer = layer.to(device)
+    layer = layer.to(kernel_device)
     state = layer.weight.quant_state
     nested = None
     if double_quantized:

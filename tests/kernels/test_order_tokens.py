@@ -10,13 +10,6 @@ from slow_cases import pairwise
 
 pytest.importorskip("triton")
 
-from kernel_forms import FORMS, form
-
-
-@pytest.fixture(params=FORMS[1:])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return form(request)
-
 
 @pytest.fixture(autouse=True)
 def _memory_is_filled() -> Iterator[None]:
@@ -31,7 +24,7 @@ def _memory_is_filled() -> Iterator[None]:
     pairwise([torch.int64, torch.int32, torch.int16], [0.0, 0.4, 1.0], [0, 1, 2048, 4111]),
 )
 def test_all_results_are_written(
-    tokens: int, ignored: float, dtype: torch.dtype, device: torch.device
+    tokens: int, ignored: float, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     from liger_patch.kernels.triton.labels import order_tokens
 
@@ -39,7 +32,7 @@ def test_all_results_are_written(
     labels[torch.rand(tokens) < ignored] = -100
     places = (labels != -100).nonzero().flatten()
     n = len(places)
-    ordered, rows, counts, means = order_tokens(labels.to(device), 131, -100)
+    ordered, rows, counts, means = order_tokens(labels.to(kernel_device), 131, -100)
     zeros = torch.zeros(tokens - n, dtype=torch.int64)
     assert torch.equal(rows.cpu(), torch.cat([places, zeros]))
     assert torch.equal(ordered.cpu(), torch.cat([labels[places].to(torch.int64), zeros]))
