@@ -40,15 +40,6 @@ def by_softmax(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, sees: T
     return (shares @ value).transpose(1, 2)
 
 
-def causal(tokens: int, window: int | None, starts: list[int], device: str) -> Tensor:
-    """Return (T, T) bool: the keys of a query's sequence up to it, and of its window."""
-    place = torch.arange(tokens, device=device)
-    sequence = torch.bucketize(place, torch.tensor(starts, device=device), right=True)
-    distance = place[:, None] - place
-    sees = (distance >= 0) & (sequence[:, None] == sequence)
-    return sees if window is None else sees & (distance < window)
-
-
 def with_gradients(call: Callable[..., Tensor], given: list[Tensor], dy: Tensor) -> Results:
     """The result y of query, key, value and perhaps sinks, and their gradients, by name."""
     leaves = [each.detach().requires_grad_() for each in given]
@@ -76,7 +67,8 @@ def _plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sinks_are_exact_in_float64(groups: int, starts: list[int]) -> None:
     states = inputs(7, 4, 8)
     states[1:3] = [each[:, ::groups].contiguous() for each in states[1:3]]
-    segments, sees = sink_segments(7, None, starts, "cpu"), causal(7, None, starts, "cpu")
+    segments = sink_segments(7, None, starts, "cpu")
+    sees = reference.segment_mask(segments, 2, 7)[:, None]
     dy = torch.randn(2, 7, 4, 8, dtype=torch.float64)
     found = with_gradients(lambda *each: sink_attention(*each, segments, SCALE), states, dy)
     expected = with_gradients(lambda *each: by_softmax(*each, sees), states, dy)
@@ -95,8 +87,8 @@ def test_flash_attention_with_sinks_is_no_worse(
     states = inputs(tokens, 8, size, "cuda")
     states[1:3] = [each[:, ::groups] for each in states[1:3]]
     low = [each.to(dtype).contiguous() for each in states]
-    sees = causal(tokens, window, starts, "cuda")
     segments = sink_segments(tokens, window, starts, "cuda")
+    sees = reference.segment_mask(segments, 2, tokens, torch.device("cuda"))[:, None]
     if len(starts) == 1:  # flash attention takes rows of one sequence as they are
         segments = Segments(None, tokens, window)
     dy = torch.randn(2, tokens, 8, size, device="cuda", dtype=torch.float64)
