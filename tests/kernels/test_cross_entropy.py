@@ -60,12 +60,6 @@ def test_label_of_probability_one_has_no_gradient_left(device):
     assert not ours["logits"].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
-def test_labels_of_any_integer_dtype(dtype, device):
-    logits, labels = logits_inputs(torch.float32, device, ignore_index=0)
-    check_logits(logits, labels.to(dtype), ignore_index=0)
-
-
 def test_options_may_be_integers(device):
     logits, labels = logits_inputs(torch.float32, device, ignore_index=1)
     check_logits(logits, labels, softcap=1, logit_scale=1, label_smoothing=1, z_loss=1)

@@ -114,10 +114,9 @@ def test_vocabularies_of_different_size_have_their_first_classes_in_common(
     assert not ours["student_weight"][100:].any() or teacher_vocab > 131
 
 
-@pytest.mark.parametrize("labels", [None, torch.empty(0, dtype=torch.int64)])
-def test_no_tokens_give_zero(labels):
+def test_no_tokens_give_zero_without_labels():
     student, teacher, _ = heads(torch.float32, CPU, 0)
-    loss = linear_distillation(**student, **teacher, labels=labels)
+    loss = linear_distillation(**student, **teacher)
     assert (loss.item(), loss.dtype) == (0.0, torch.float32)
 
 
