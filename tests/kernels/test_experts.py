@@ -189,13 +189,6 @@ def test_large_gates_are_finite() -> None:
         check(cast(tensors, torch.float16), FORMS[form])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_the_cpu_launches_no_kernel(dtype: torch.dtype, launches: list[str]) -> None:
-    results_and_gradients(calls()[0], cast(inputs(TOKENS), dtype), {"index"})
-    assert not launches
-
-
 def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:
     """Else the rule for errors would hold the luck of a rounding."""
     tensors = inputs(TOKENS, ranks=(0, 0), bias=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_forms import INTERPRETED, note_launches
+from kernel_forms import note_launches
 from layer_checks import ACTIVATIONS
 from lora_checks import (
     EVERYTHING,
@@ -108,9 +108,3 @@ def test_tiles_and_pointers_give_the_same_numbers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gated_lora, "takes_descriptors", lambda device: False)
     ours = check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
     torch.testing.assert_close(ours["result 0"], tiled["result 0"], rtol=0, atol=0)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
-def test_the_cpu_launches_no_kernel(launches: list[str]) -> None:
-    results(our_mlp("silu"), *mlp_inputs("cpu", "float16"))
-    assert not launches
