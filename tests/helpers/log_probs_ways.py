@@ -8,15 +8,7 @@ from typing import Any
 import torch
 import truths
 from exactness import error
-from three_ways import (
-    Results,
-    dtype_of,
-    hold,
-    labels_in_order,
-    logits_in_order,
-    paired,
-    three,
-)
+from three_ways import Results, dtype_of, hold, labels_in_order, logits_in_order, paired, three
 from torch import Tensor
 from torch.nn.functional import linear
 

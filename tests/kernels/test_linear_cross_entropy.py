@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from three_ways import (
-    DTYPES,
-    OPTIONS,
-    check_linear,
-    chunk_mib,
-    filled,
-    linear_inputs,
-)
+from three_ways import DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 

@@ -4,13 +4,7 @@ import math
 
 import pytest
 import torch
-from log_probs_ways import (
-    CASES,
-    DIFFERENTIABLE,
-    FIELDS,
-    check_log_probs,
-    upstream_of,
-)
+from log_probs_ways import CASES, DIFFERENTIABLE, FIELDS, check_log_probs, upstream_of
 from three_ways import linear_inputs, results_and_gradients
 
 from liger_patch.kernels.head import row_sums

@@ -13,16 +13,7 @@ import torch
 from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from functorch.compile import make_boxed_func
-from loss_calls import (
-    LOSSES,
-    MANY,
-    Loss,
-    assert_same,
-    inputs,
-    mean,
-    ready_made,
-    with_gradients,
-)
+from loss_calls import LOSSES, MANY, Loss, assert_same, inputs, mean, ready_made, with_gradients
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils import checkpoint

@@ -4,13 +4,7 @@ import pytest
 import torch
 from odds_cases import MARKS, SERVED
 from slow_cases import pairwise, slow_but
-from three_ways import (
-    check_linear,
-    chunk_mib,
-    filled,
-    linear_inputs,
-    results_and_gradients,
-)
+from three_ways import check_linear, chunk_mib, filled, linear_inputs, results_and_gradients
 
 from liger_patch.kernels.head import odds as forms
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy

@@ -12,11 +12,7 @@ from slow_cases import slow_but
 from three_ways import DTYPES
 from torch import Tensor
 
-from liger_patch.kernels.backend import (
-    empty_in_order,
-    in_order_of,
-    serves_triton,
-)
+from liger_patch.kernels.backend import empty_in_order, in_order_of, serves_triton
 from liger_patch.kernels.rms_norm import rms_norm, rms_norm_backward
 
 ROWS = {
