@@ -4,6 +4,8 @@ import pytest
 import torch
 from three_ways import DTYPES, LOW_DTYPES, OPTIONS, check_logits, filled, logits_inputs
 
+from liger_patch.kernels.cross_entropy import cross_entropy
+
 MANY_BLOCKS_V = 9001  # more than one block of the Triton form
 
 
@@ -65,3 +67,13 @@ def test_options_may_be_integers(device):
     check_logits(logits, labels, softcap=1, logit_scale=1, label_smoothing=1, z_loss=1)
     check_logits(logits, labels, softcap=3, logit_scale=2, label_smoothing=0, z_loss=0)
     check_logits(logits, labels, softcap=3, logit_scale=-2, ignore_index=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_ready_made_logits_alone(dtype):
+    """Sums of 32,000 of them are infinite in float16."""
+    logits, labels = 6 * torch.randn(4, 32000), torch.randint(32000, (4,))
+    expected = cross_entropy(logits, labels, label_smoothing=0.1)
+    with torch.autocast("cpu", dtype):
+        loss = cross_entropy(logits, labels, label_smoothing=0.1)
+    assert torch.equal(loss, expected)

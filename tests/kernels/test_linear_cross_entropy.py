@@ -1,11 +1,19 @@
-"""Linear and cross entropy in one, in every option, dtype, shape and reduction, with adapters."""
+"""Linear and cross entropy in one, in every option, dtype, shape and reduction, with adapters; and
+under autocast, where products run in the dtype of torch.nn.functional.linear.
+"""
+
+import itertools
 
 import pytest
 import torch
+from slow_cases import pairwise
 from three_ways import DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
+from liger_patch.kernels import reference
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 
+CPU = torch.device("cpu")
+MIXTURES = list(itertools.product([torch.bfloat16, torch.float32], repeat=3))
 SHAPES = {  # N, H, V
     "aligned": (64, 64, 256),
     "unaligned": (13, 37, 131),
@@ -41,7 +49,7 @@ def test_any_shape(shape, dtype, cpu_form):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_equals_torch_linear_cross_entropy(reduction, label_smoothing):
-    inputs, labels = linear_inputs(torch.float64, torch.device("cpu"))
+    inputs, labels = linear_inputs(torch.float64, CPU)
     how = {"reduction": reduction, "label_smoothing": label_smoothing}
     theirs = torch.nn.functional.linear_cross_entropy(
         inputs["hidden_states"], inputs["weight"], labels, **how
@@ -54,3 +62,30 @@ def test_adapter_in_float32_beside_a_bf16_head(device):
     inputs, labels = linear_inputs(torch.bfloat16, device, 64, rank=8)
     inputs |= {name: inputs[name].float() for name in ("low_rank", "low_rank_weight")}
     check_linear(inputs, labels, frozen=["weight"])
+
+
+@pytest.mark.parametrize(
+    ("mixture", "dtype", "reduction", "ignored"),
+    pairwise(MIXTURES, [torch.bfloat16, torch.float16], ["none", "mean"], [0.0, 0.3]),
+)
+def test_autocast_is_that_of_linear(mixture, dtype, reduction, ignored):
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True, ignored=ignored)
+    inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}
+    ours = check_linear(inputs, labels, reduction=reduction, autocast=dtype)
+    assert ours["loss"].dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone():
+    inputs, labels = linear_inputs(torch.float64, CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(**inputs, labels=labels)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, reference.linear_cross_entropy(**inputs, labels=labels))
+
+
+@pytest.mark.parametrize("mixture", [m for m in MIXTURES if len(set(m)) > 1], ids=str)
+def test_mixed_dtypes_without_autocast_are_an_error(mixture):
+    inputs, labels = linear_inputs(torch.float32, CPU, bias=True)
+    inputs = {n: v.to(d) for (n, v), d in zip(inputs.items(), mixture, strict=True)}
+    with pytest.raises(ValueError, match="must share a dtype outside autocast"):
+        linear_cross_entropy(**inputs, labels=labels)
