@@ -143,7 +143,7 @@ def check(
     *,
     slice_tokens: int | None = None,
     **how: Any,
-) -> None:
-    """Hold the operator to the rule; ``how`` as of ``layer_checks.check``."""
+) -> dict[str, Tensor | None]:
+    """Hold the operator to the rule; return its results. ``how`` as of ``layer_checks.check``."""
     frozen = {"index", *how.pop("frozen", ())}
-    layer_checks.check(*calls(activation, slice_tokens), tensors, frozen=frozen, **how)
+    return layer_checks.check(*calls(activation, slice_tokens), tensors, frozen=frozen, **how)

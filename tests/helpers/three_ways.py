@@ -27,7 +27,7 @@ from liger_patch.kernels.options import LossOptions
 
 ORDERS = 4  # in which eager is asked
 LOW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# No kernel serves float64: the interpreter would compute as PyTorch does
+# Kernels of losses and layers serve no float64: PyTorch computes it, interpreted or not
 DTYPES = LOW_DTYPES if INTERPRETED else (*LOW_DTYPES, torch.float64)
 Results = dict[str, Tensor | None]
 ROW_OPTIONS = tuple(LossOptions.__dataclass_fields__)

@@ -258,12 +258,12 @@ NAMED = {linear_cross_entropy: BOTH + LINEAR, cross_entropy: BOTH + LOGITS}
 NAMED[linear_log_probs] = LOG_PROBS
 
 
-ROWS_OF_ALL = [
+ARGUMENT_ERRORS = [
     (operator, {name: value}, f"{name}.*{re.escape(shown)}")
     for operator, rows in NAMED.items()
     for name, value, shown in rows
 ]
-ROWS_OF_ALL += [(operator, *row) for operator, rows in WRONG.items() for row in rows]
+ARGUMENT_ERRORS += [(operator, *row) for operator, rows in WRONG.items() for row in rows]
 
 
 def call(operator: Callable[..., Any], **changes: Any) -> Any:
@@ -272,7 +272,7 @@ def call(operator: Callable[..., Any], **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("operator", "changes", "message"),
-    [pytest.param(*row, id=f"{row[0].__name__}-{'-'.join(row[1])}") for row in ROWS_OF_ALL],
+    [pytest.param(*row, id=f"{row[0].__name__}-{'-'.join(row[1])}") for row in ARGUMENT_ERRORS],
 )
 def test_what_does_not_fit_is_an_error_that_names_it(operator, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from exactness import assert_no_worse
 from torch import Tensor
 
 from liger_patch.kernels import attention, reference
-from liger_patch.kernels.attention import prefix_attention, sink_attention
+from liger_patch.kernels.attention import gradient_of_sinks, prefix_attention, sink_attention
 from liger_patch.kernels.segments import Prefixes, Segments
 
 SCALE = 0.3
@@ -46,6 +46,13 @@ def with_gradients(call: Callable[..., Tensor], given: list[Tensor], dy: Tensor)
     y = call(*leaves)
     gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
     return {"y": y, **dict(zip(NAMES, gradients, strict=False))}
+
+
+def test_the_gradient_of_sinks_is_a_sum_over_rows() -> None:
+    dy, y = torch.randn(2, 2, 7, 3, 4, dtype=torch.float64)
+    lse, sinks = torch.randn(2, 7, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    rows = [gradient_of_sinks(*row, sinks) for row in zip(dy, y, lse, strict=True)]
+    torch.testing.assert_close(gradient_of_sinks(dy, y, lse, sinks), rows[0] + rows[1])
 
 
 def sink_segments(tokens: int, window: int | None, starts: list[int], device: str) -> Segments:

@@ -177,10 +177,11 @@ def test_one_class_has_no_loss(device):
 @pytest.mark.parametrize("weights", ["class_weight", "token_weight"])
 def test_labels_of_few_bits_among_many_classes(dtype, weights, device):
     """Their dtype cannot hold V - 1, and uint8 takes -100 for 156."""
-    inputs, labels = linear_inputs(torch.float32, device, 6, 8, 300, ignored=0.0)
+    inputs, labels = linear_inputs(torch.float32, device, 60, 8, 300, ignored=0.0)
     labels = (labels % 120).masked_fill(labels % 2 == 0, 100 if dtype == torch.int8 else 156)
-    options = {weights: torch.rand(300 if weights == "class_weight" else 6, device=device)}
-    labels[1], logits = 3, torch.nn.functional.linear(*inputs.values())
+    options = {weights: torch.rand(300 if weights == "class_weight" else 60, device=device)}
+    labels[1] = 3
+    logits = torch.nn.functional.linear(*inputs.values())
     for ignore_index in (-100, 3):
         check_linear(inputs, labels.to(dtype), ignore_index=ignore_index, **options)
         check_logits(logits, labels.to(dtype), ignore_index=ignore_index, **options)

@@ -56,6 +56,7 @@ def test_operators_are_what_torch_says_an_operator_is(device):
     calls = [
         ("rms_norm_forward", (x.transpose(1, 2), weight, EPS, 0.0, torch.float64)),
         ("rms_norm_backward", (x, x, None, EPS, 1.0, True)),
+        ("gated_norm", (x, x, weight, EPS, 8, "silu", False, torch.float64)),
         ("gated_norm_backward", (x, x, x, weight, each, "sigmoid", True, True)),
         ("gated_norm_backward", (x, x, x, weight, each, "silu", False, False)),
         ("gated_backward_", (*torch.randn(3, 2, 8, device=device), "silu")),

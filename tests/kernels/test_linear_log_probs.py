@@ -113,5 +113,5 @@ def test_autocast_is_that_of_linear(dtype, kind):
 )
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_outputs_are_those_asked_for(outputs, softcap, quick_device):
-    inputs, labels = linear_inputs(torch.float32, quick_device, 5)
+    inputs, labels = linear_inputs(torch.float32, quick_device, 12)
     check_log_probs(inputs, labels, outputs=outputs, softcap=softcap)

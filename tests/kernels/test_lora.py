@@ -29,12 +29,11 @@ from torch import Tensor
 
 
 @pytest.mark.parametrize(
-    ("quantized", "wanted", "which", "way"),
-    pairwise([False, True], [ADAPTERS, EVERYTHING], PROJECTIONS, WAYS),
+    ("base", "which", "way"),
+    pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], PROJECTIONS, WAYS),
 )
-def test_lora_linears(
-    way: str, which: str, wanted: str, quantized: bool, device: torch.device
-) -> None:
+def test_lora_linears(way: str, which: str, base: tuple[bool, str], device: torch.device) -> None:
+    quantized, wanted = base
     x, parts = linears_inputs(device, way, which=which, quantized=quantized)
     check(lora_linears, eager_linears, x, parts, wanted=wanted, autocast=WAYS[way][2])
 

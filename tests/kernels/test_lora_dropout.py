@@ -195,7 +195,7 @@ LAYERS: dict[str, tuple[Layer, Any]] = {
 def test_checkpoints_give_the_same_bits(
     layer: str, reentrant: bool, way: str, device: torch.device
 ) -> None:
-    """Features are dropped again."""
+    """The second forward pass draws the same masks."""
     function, inputs = LAYERS[layer]
     x, parts = inputs(device, way, dropout=0.5)
     how = {"autocast": WAYS[way][2], "wanted": "x" if reentrant else ADAPTERS}

@@ -31,11 +31,11 @@ FORMS = [  # activation, tokens of a slice, whether there are biases
 
 
 @pytest.mark.parametrize(
-    ("quantized", "wanted", "form", "way"),
-    pairwise([False, True], [ADAPTERS, EVERYTHING], FORMS, WAYS),
+    ("base", "form", "way"),
+    pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], FORMS, WAYS),
 )
-def test_lora_mlp(way: str, form: Any, wanted: str, quantized: bool, device: torch.device) -> None:
-    activation, slice_tokens, bias = form
+def test_lora_mlp(way: str, form: Any, base: tuple[bool, str], device: torch.device) -> None:
+    (quantized, wanted), (activation, slice_tokens, bias) = base, form
     x, parts = mlp_inputs(device, way, bias=bias, quantized=quantized)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}
     check(our_mlp(activation, slice_tokens), eager_mlp(activation), x, parts, **how)

@@ -59,7 +59,7 @@ def test_an_adapter_of_any_rank(rank, tokens, frozen, both_odds):
         (20, 8, 128),  # exactly one tile of classes
         (3, 64, 257),  # a class alone in its tile
         (1, 8, 2),
-        (2, 40, 20001),  # several blocks of other GPUs
+        (2, 200, 20001),  # several blocks of other GPUs
     ],
     ids=str,
 )

@@ -30,17 +30,16 @@ FORMS = {  # what the models compute, and the operator's options
 
 
 @pytest.mark.parametrize(
-    ("form", "names", "kind", "turned", "dtype"),
+    ("form", "given", "kind", "dtype"),
     pairwise(
         FORMS,
-        ["qk", "q"],
+        [("qk", 16), ("qk", 10), ("q", 10)],  # of 16 features
         ["packed", "any order", "shared", "of no pair"],
-        [16, 10],  # of 16 features
         DTYPES,
     ),
 )
-def test_rotary(form, names, kind, turned, dtype, device):
-    eager, options = FORMS[form]
+def test_rotary(form, given, kind, dtype, device):
+    (eager, options), (names, turned) = FORMS[form], given
     # tokens in front of heads, as products give them, behind features that others turn; 9 heads
     # are more than a program holds
     inputs = {"q": torch.randn(2, 5, 9, 20), "k": torch.randn(2, 5, 3, 20)}
