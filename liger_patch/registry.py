@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from liger_patch.subclass import ORIGINAL, is_transformers
+from liger_patch.subclass import is_transformers, original_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -356,5 +356,5 @@ def _has_own_forward(model: PreTrainedModel) -> bool:
     """Return whether the class of the model, before it was patched, has another forward than
     Transformers'.
     """
-    cls = getattr(type(model), ORIGINAL, type(model))
+    cls = original_class(model)
     return not is_transformers(getattr(cls, "forward", None))

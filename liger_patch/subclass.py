@@ -60,6 +60,11 @@ def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any
     )
 
 
+def original_class(module: object) -> Any:
+    """Return the class of an instance before it was given a derived one."""
+    return getattr(type(module), ORIGINAL, type(module))
+
+
 def count_replacements() -> int:
     """Return how many forwards of classes that others were derived from were seen to be replaced:
     a derived class does not run such a forward.

@@ -24,7 +24,7 @@ from liger_patch.kernels import mxfp4
 from liger_patch.layers import experts
 from liger_patch.layers.checks import check_device, layers_of
 from liger_patch.readers.wrapped_model import transformers_model
-from liger_patch.subclass import ORIGINAL, derived_class, once_for_each_class
+from liger_patch.subclass import derived_class, once_for_each_class, original_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -191,7 +191,7 @@ def hold_experts(model: nn.Module, held_weight: Callable[[Tensor], nn.Module]) -
         for name in held:
             del layer._parameters[name]
         setattr(layer, experts.HELD, held)
-        layer.__class__ = quantized_layer(getattr(type(layer), ORIGINAL, type(layer)))
+        layer.__class__ = quantized_layer(original_class(layer))
     for module in list(model.modules()):
         if experts.is_wrapper(module) and not layers_of(module) and "forward" not in vars(module):
             module.__class__ = experts.expert_wrapper(type(module))
@@ -217,8 +217,9 @@ def quantized_layer(original: Any) -> type[nn.Module]:
                 raise RuntimeError(
                     f"{name} is held in 4 bits by quantize_experts: adapters come before that "
                     "(get_peft_model, PeftModel.from_pretrained), are active one at a time, and "
-                    "are not merged into it (unmerge_adapter() takes back what PEFT merged so "
-                    "far), do not run within torch.compile, and experts under them have no hooks"
+                    "are not merged into it (unmerge_adapter() takes back what merge_adapter() "
+                    "merged so far; behind merge_and_unload(), load base and adapters again), do "
+                    "not run within torch.compile, and experts under them have no hooks"
                 )
             weight = getattr(self, experts.HELD)[name].dequantized(dtype)
             return weight if self.is_transposed else weight.transpose(1, 2)

@@ -27,10 +27,10 @@ from liger_patch.layers.delta_net import (
 )
 from liger_patch.layers.lora import computed_together
 from liger_patch.subclass import (
-    ORIGINAL,
     derived_class,
     is_transformers,
     once_for_each_class,
+    original_class,
     own_name,
 )
 
@@ -163,7 +163,7 @@ def gives_masks_positions(cls: Any) -> bool:
 
 def carries_state(module: nn.Module) -> bool:
     """Return whether a module is a layer of Transformers that hands a state to the next call."""
-    return _carries_state(getattr(type(module), ORIGINAL, type(module)))
+    return _carries_state(original_class(module))
 
 
 @functools.cache
@@ -192,7 +192,7 @@ def recurrent_class(module: Any, names: Collection[str]) -> Any:
 
 def takes_packed_rows(module: Any) -> bool:
     """Return whether a module is a recurrent layer that takes hidden states alone, and keywords."""
-    own = getattr(type(module), ORIGINAL, type(module)).forward
+    own = original_class(module).forward
     if not is_transformers(own) or not carries_state(module):
         return False
     if own_name(type(module)) in WITHOUT_KEYWORDS:
@@ -206,7 +206,7 @@ def takes_packed_rows(module: Any) -> bool:
 
 def takes_index(module: Any) -> bool:
     """Return whether a recurrent layer takes ``seq_idx``: it keeps sequences apart, or raises."""
-    own = getattr(type(module), ORIGINAL, type(module)).forward
+    own = original_class(module).forward
     return "seq_idx" in inspect.signature(own).parameters or takes_packed_rows(module)
 
 
@@ -327,7 +327,7 @@ def ways_of_packed_rows(model: nn.Module) -> Counter[str]:
     found: Counter[str] = Counter()
     for module in model.modules():
         if "recurrent" in layers_of(module):
-            by_kernels = takes_sequences(getattr(type(module), ORIGINAL).forward)
+            by_kernels = takes_sequences(original_class(module).forward)
             by_kernels = by_kernels or hasattr(type(module).forward, "keeps_apart")
             found[BY_KERNELS if by_kernels else UNPACKED] += 1
     return found
