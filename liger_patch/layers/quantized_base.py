@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from liger_patch.kernels import fp8
 from liger_patch.kernels.backend import (
-    LAYER_ADVICE,
     PLAIN_TENSORS,
     autocast_dtype,
     check_backward,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 FP8 = "fp8"
 QUANT_TYPES = (FP8,)
 ROUTERS = {"gate", "router"}  # names of what chooses experts: small, and sensitive
+ADVICE = "Load the model in 16 bits for that"  # layers=False does not undo quantize_base
 READ = ("x_proj", "dt_proj", "out_proj")  # of Mamba's mixers, whose code reads these weights
 
 
@@ -51,7 +51,7 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        check_backward("Fp8Linear", dy, advice=LAYER_ADVICE)
+        check_backward("Fp8Linear", dy, advice=ADVICE)
         wants_x, _, wants_bias = ctx.needs_input_grad
         rows, dx, dbias = rows_of(dy), None, None
         with without_autocast(dy.device.type):
@@ -78,7 +78,7 @@ class _Held(Tensor):
         raise RuntimeError(
             "weight is held in FP8 by quantize_base, and its numbers are read: adapters are not "
             "merged into it, none are made that begin with it (DoRA, PiSSA), and a model whose "
-            "code reads it cannot be held. Load the model in 16 bits for that"
+            f"code reads it cannot be held. {ADVICE}"
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -144,9 +144,9 @@ def quantize_base(
     found = list(_linears(model))
     if not found:
         raise ValueError(
-            f"model is a {type(model).__name__} without linear layers that can be held in FP8: of "
-            "torch's own class (they hold 16 or 32 bits still), frozen, in its decoder, with sizes "
-            f"that are multiples of {fp8.MULTIPLE}"
+            "model must have linear layers that can be held in FP8, and are not yet, got a "
+            f"{type(transformers_model(model)).__name__}: of torch's own class, frozen, in its "
+            f"decoder, with sizes that are multiples of {fp8.MULTIPLE}"
         )
     for layer in found:
         _hold(layer, device)
