@@ -25,7 +25,7 @@ LEFT_OUT := $(addprefix --ignore=tests/,benchmarks cli estimate test_examples.py
 TORCH ?= torch
 SMOKE := $(addprefix tests/,test_every_architecture.py test_images_and_sound.py \
 	layers/test_decorated_forwards.py layers/test_lora.py layers/test_experts.py integrations/test_trainer.py \
-	integrations/trl/test_sft.py kernels/test_compile_matrix.py)
+	integrations/trl/test_sft.py kernels/test_compile_matrix.py kernels/test_launch.py)
 SMOKE_TRITON := $(addprefix tests/kernels/test_,linear_cross_entropy.py rms_norm.py rotary.py gated.py)
 
 .PHONY: help setup train test test-all test-gpu test-oldest test-oldest-ci test-newest check

@@ -16,17 +16,11 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-TESTED = (3, 6), (3, 7)  # the first and the last version of Triton whose specialization is known
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+TESTED = (3, 6), (3, 9)  # the first and the last version of Triton whose specialization is known
+KNOWN = TESTED[0] <= VERSION <= TESTED[1] and torch.version.hip is None
 LARGEST = 2**31 - 1  # of an argument that is no 64-bit one
 COMPILED = "_liger_patch_compiled"  # attribute of a kernel: what is compiled of it, by keys
-
-
-def _knows_triton() -> bool:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return TESTED[0] <= version <= TESTED[1] and torch.version.hip is None
-
-
-KNOWN = _knows_triton()
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
