@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from liger_patch.apply import apply_patch
-from liger_patch.integrations import trl_trainers
 from liger_patch.integrations.trl import OnKernels
 from liger_patch.integrations.trl_head import LogProbsCall
 from liger_patch.patch.forward import record_of
@@ -291,8 +290,3 @@ class OfOneself(_WithoutLogits):
         if trainer.args.distillation_mode == "sampled_token":
             model = self._asking(model, attention_mask, logits_to_keep)
         return trls._forward_logits(model, input_ids, attention_mask, logits_to_keep)
-
-
-def __getattr__(name: str) -> Any:
-    """Return what version 0.1 had here: the trainers of ORPO and CPO."""
-    return getattr(trl_trainers, name)
