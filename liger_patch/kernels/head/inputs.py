@@ -121,7 +121,7 @@ class Surroundings(NamedTuple):
 class VocabShard:
     """The rows of a head's weight that this rank holds (tensor parallel), as PyTorch's DTensor
     shards (V, H): each of R ranks ceil(V / R) rows, in the order of the ranks; the last ones fewer,
-    or none. Every rank makes the same collectives in the same order.
+    or none. Every rank must make the same calls in the same order.
 
     Attributes:
         group: the process group of the ranks; None for the default one.
@@ -164,7 +164,7 @@ class VocabShard:
         """Return (R, ...) the numbers of all ranks, in their order."""
         ranks = distributed.get_world_size(self.group)
         gathered = numbers.new_empty(ranks, *numbers.shape)
-        # into one tensor: to a list of them NCCL copies what it has gathered elsewhere
+        # into one tensor: for a list, NCCL gathers elsewhere, and copies
         gather = getattr(distributed, "all_gather_single", None)  # its name from torch 2.13 on
         gather = gather or distributed.all_gather_into_tensor
         gather(gathered.flatten(0, 1), numbers, group=self.group)
@@ -203,7 +203,8 @@ def checked_inputs(
         low_rank, hidden_states.shape[0], vocab_size
     )
     inputs = HeadInputs(hidden_states, weight, bias, low_rank_states, low_rank_weight)
-    for name, tensor in inputs._asdict().items():
+    names = *inputs._fields[:3], "low_rank[0]", "low_rank[1]"
+    for name, tensor in zip(names, inputs, strict=True):
         if tensor is not None and tensor.device != device:
             raise ValueError(
                 f"{name} must be on {device} as hidden_states are, got {tensor.device}"
@@ -230,7 +231,7 @@ def _checked_low_rank(
             f"low_rank[1] must have shape ({vocab_size}, {states.shape[1]}), "
             f"got {tuple(weight.shape)}"
         )
-    check_plain_tensors(low_rank=states, low_rank_weight=weight)
+    check_plain_tensors(**{"low_rank[0]": states, "low_rank[1]": weight})
     for i, tensor in enumerate(low_rank):
         if not tensor.is_floating_point():
             raise ValueError(f"low_rank[{i}] must be a floating-point tensor, got {tensor.dtype}")
