@@ -21,21 +21,15 @@ from liger_patch.layers.replace import (
     restore_layers,
 )
 from liger_patch.patch import flags
-from liger_patch.patch.forward import (
-    RECORD,
-    leads_to_patch,
-    original_class,
-    patched_class,
-    record_of,
-)
+from liger_patch.patch.forward import RECORD, leads_to_patch, patched_class, record_of
 from liger_patch.patch.offload import CheckpointOffload
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.readers.wrapped_model import transformers_model
-from liger_patch.subclass import ORIGINAL, count_replacements
+from liger_patch.subclass import ORIGINAL, count_replacements, original_class
 
 Model = TypeVar("Model", bound=nn.Module)
-ACTIVATION = "; its activation must be silu or gelu, with no dropout behind it"
-NEEDS = {  # of a kind of layers, behind what all need
+ACTIVATION = "; its activation must be silu or gelu, with no dropout after it"
+NEEDS = {  # what layers of a kind need besides what all do
     "gated": ACTIVATION,
     "experts": ACTIVATION,
     "attention": "; it must be causal and take its function from Transformers' table",
@@ -58,7 +52,8 @@ def apply_patch(
     """Make this one model compute its loss without holding its logits, and its layers on kernels.
 
     A call with labels runs the model's own forward. Its loss comes from ``linear_cross_entropy``,
-    and ``outputs.logits`` are computed lazily. A call without labels differs in ``layers`` only.
+    and ``outputs.logits`` are computed lazily. A call without labels differs only in ``layers`` and
+    ``checkpoint_offload``.
 
     - Packed rows: where position ids that restart, ``cu_seq_lens_q`` or ``seq_idx`` say that rows
       hold several sequences, no token predicts the first token of the next sequence.
@@ -69,8 +64,8 @@ def apply_patch(
     Args:
         model: a Transformers model, or a PEFT wrapper around one. An architecture without a row in
             ``liger_patch.registry``, or whose class has a forward of its own, is compared with the
-            ordinary path at its first call with labels, and warns of what was compared. Where that
-            differs, it is not fused.
+            ordinary path at its first call with labels. A warning says the result; if the losses
+            differ, no loss is fused.
         label_smoothing: share of the target spread over the vocabulary, in [0, 1].
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss.
         chunk_mib: MiB of logits held at once; by default 512, or 256 where the head is frozen. The
@@ -86,7 +81,8 @@ def apply_patch(
             process may take at most. What does not fit stays on the GPU, with one warning.
             Gradients stay the same bit for bit. For GPUs, and for layers that ``torch.compile``
             does not trace; elsewhere checkpoints stay as they are.
-        strict: whether such an architecture or class is an error. LIGER_PATCH_STRICT=1 does so too.
+        strict: whether an architecture without a row, or a class with a forward of its own, is an
+            error. LIGER_PATCH_STRICT=1 does so too.
 
     Returns:
         The same object.
@@ -215,8 +211,8 @@ def revert_patch(model: Model) -> Model:
 
     Raises:
         TypeError: not a Transformers model.
-        RuntimeError: something else has subclassed the patched instance since (FSDP's
-            ``fully_shard``).
+        RuntimeError: the instance or one of its layers was given another class since (by FSDP's
+            ``fully_shard``, say).
     """
     target = transformers_model(model)
     record = record_of(target)

@@ -66,8 +66,7 @@ def distillation_loss(
             the label is not ``ignore_index``. Without labels every token counts, padding too.
         token_weight: (B, T) factor on the loss of each label, shifted as these are.
         divergence, beta, temperature, ce_weight, reduction, num_items_in_batch, chunk_mib: as in
-            ``linear_distillation``. Its other options are those of both heads, which the outputs
-            tell.
+            ``linear_distillation``. Biases, softcaps and scales are read from the outputs.
 
     Returns:
         () float32, float64 for float64 models; 0 where no token counts.

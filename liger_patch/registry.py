@@ -25,8 +25,8 @@ class Architecture:
     model_type: `config.model_type` of the instance that is patched. A text model and the
         vision-language model around it have one each, so it names a row uniquely.
     class_name: the class with the language-model head, as `transformers` exports it.
-    kinds: of its layers on kernels, as `layers` of `apply_patch` names them: one warning names
-        those that are not found. "" where none has a kernel.
+    kinds: of its layers on kernels, as `layers` of `apply_patch` names them; "" for none. A warning
+        names those that are not found, but not "gated", "experts" and "delta_net".
     family: group in docs/models.md: "Llama", "Gemma", "Qwen" or "Others".
     """
 

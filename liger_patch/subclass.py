@@ -1,5 +1,5 @@
-"""Another class for one instance of a module: its own, with some attributes replaced. And whose
-code a class runs.
+"""Derive a class for one instance of a module: a subclass of its own with some attributes replaced.
+And tell whose code a class runs.
 
 The instance's class changes, and nothing else: so a copy, a pickle or a replica of the instance has
 the new class in its own right, and no attribute holds a reference back to it.
@@ -38,7 +38,7 @@ def derived_class(original: Any, derive: Callable[[Any], Any], **attributes: Any
     """Derive a subclass of ``original`` of the same name and documentation.
 
     Args:
-        derive: the function of a module that gives this class for ``original``: pickles name it.
+        derive: returns this class for ``original``; pickles hold it, so it must be picklable.
         attributes: of the class.
     """
 
@@ -66,8 +66,8 @@ def original_class(module: object) -> Any:
 
 
 def count_replacements() -> int:
-    """Return how many forwards of classes that others were derived from were seen to be replaced:
-    a derived class does not run such a forward.
+    """Return how often the ``forward`` of a class with derived classes was found replaced so far.
+    Derived classes do not run the new one: the caller has to derive anew.
     """
     global _replacements
     for cls, forward in list(_forwards.items()):

@@ -189,8 +189,8 @@ def _model(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _worst(found: Result, plain: Result, truth: Result, eps_of_loss: float) -> float:
-    """Return the largest error, as a share of twice PyTorch's own and one rounding. Of the loss,
-    which PyTorch may hit by luck: four, or that of what it is computed from, ``eps_of_loss``.
+    """Return the largest error, as a share of what is allowed: twice PyTorch's own and one eps. For
+    the loss, which PyTorch may hit by luck: four eps, or ``eps_of_loss`` if that is more.
     """
     shares = []
     for ours, eager, true in zip(found, plain, truth, strict=True):

@@ -1,8 +1,9 @@
 """What engines do with the parameters of a model that they shard.
 
 PyTorch's FSDP gathers the parameters of a unit of modules for the unit's forward and for its
-backward pass. All is about FSDP2 (``fully_shard``), except ``has_flat_units``. There is no public
-API for most of this: attributes of torch 2.6 to 2.13 and of DeepSpeed are read.
+backward pass. ``has_flat_units`` is about FSDP1, ``is_partitioned`` about DeepSpeed's ZeRO-3, and
+most else about FSDP2 (``fully_shard``). There is no public API for most of this: attributes of
+torch 2.6 to 2.13 and of DeepSpeed are read.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed import _composable_state
 from torch.utils.weak import WeakIdKeyDictionary
 
-# weight -> the parameter behind it, None: there is no other. Of weights that engines have gathered,
-# and of copies: PyTorch moves no DTensor (``model.to``) that has a weak reference.
+# gathered weight or copy -> the parameter behind it, None for a copy. No other weights are keys:
+# PyTorch cannot move (``model.to``) a DTensor that has a weak reference.
 _stored: Any = WeakIdKeyDictionary()
 
 

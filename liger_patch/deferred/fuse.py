@@ -114,8 +114,8 @@ def fused_log_probs(product: HeadProduct, labels: Tensor, **options: Any) -> Log
 
 
 def mean_of_all_logits(product: HeadProduct) -> Tensor | None:
-    """Return (N,) the mean over the vocabulary of each row's logits, without the head's product of
-    it; None where a softcap or a vocabulary that is distributed over ranks needs that.
+    """Return (N,), the mean over the vocabulary of each row's logits, without computing the logits;
+    None with a softcap, or a vocabulary that is distributed over ranks.
     """
     if product.softcap is not None or is_dtensor(product.weight):
         return None

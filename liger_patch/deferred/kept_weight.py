@@ -221,8 +221,8 @@ class _Later:
 
 
 def _first_in_backward(logits: Recordable) -> Any:
-    """Return the node of the product, of those in these logits, whose backward pass runs first: the
-    last one. Behind it, the engine expects the module around all of them to be ready.
+    """Return the node, among those of the products in these logits, whose backward pass runs first:
+    the last one. From then on, the engine expects the module around all of them to be ready.
     """
     tensors = (each for node in ancestry(logits) for each in node.head_call.tensors)
     nodes = [each.grad_fn for each in tensors if each is not None and each.grad_fn is not None]

@@ -27,8 +27,8 @@ from liger_patch.kernels.graphs import runs_eagerly
 
 
 class Owner(Protocol):
-    """The forward pass that deferred logits belong to, ``patch.loss.ForwardPass`` with the
-    attributes and methods of that name.
+    """The forward pass that deferred logits belong to: what is used here of
+    ``patch.loss.ForwardPass``.
     """
 
     head_defers: bool | None
@@ -162,8 +162,8 @@ class HeadCall(NamedTuple):
         if (self.weight if local is None else local).untyped_storage().size() == 0 < numbers:
             return (
                 f"{late} the head's weight was freed since the forward pass (by FSDP). Read them "
-                "before that, or call unshard() on every rank first, of the module that "
-                f"fully_shard was given, {advice}"
+                "before that, or first call unshard() of the module given to fully_shard, on every "
+                f"rank, {advice}"
             )
         changes = []
         if any(tuple(adapters) != before for adapters, before in self.merged):
@@ -206,8 +206,8 @@ class _Steps:
     """The optimizers' steps since one product of the head. Fused optimizers, and those of
     bitsandbytes, write without counting.
 
-    It refers to the parameters, as the product does, and not they to it: PyTorch moves no DTensor
-    (``model.to``) that has a weak reference.
+    It holds the parameters, as the product does. No weak reference to them is made: PyTorch cannot
+    move (``model.to``) a DTensor that has one.
 
     Attributes:
         changed: the ids of the parameters that optimizers have changed.

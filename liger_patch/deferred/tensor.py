@@ -102,8 +102,8 @@ def refuse(name: str) -> NoReturn:
 
 
 def open_hooks(logits: Recordable) -> OrderedDict[int, Callable]:
-    """Return these logits' hooks, of which there is none yet: they run on the gradient that reaches
-    the node of the logits, that of functions which do not see the values.
+    """Return the (still empty) hooks of these logits. They run on the gradient that reaches the
+    node of the logits, from C++ code and other autograd functions.
     """
     hooks: OrderedDict[int, Callable] = OrderedDict()
     with torch._C.DisableTorchFunctionSubclass():

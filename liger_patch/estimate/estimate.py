@@ -55,8 +55,8 @@ class Estimate:
     Attributes:
         name: of the contender.
         parts: what exists at the peak, by names of PARTS.
-        longest: tokens of the longest sequences that fit, by GiB of the GPU; none where the number
-            of pieces depends on the length.
+        longest: tokens of the longest sequences that fit, by GiB of the GPU; empty where the number
+            of pieces depends on the length, or the model takes no longer sequences.
         host: of host memory, for offloaded checkpoints.
         longest_host: the same for each of ``longest``.
     """

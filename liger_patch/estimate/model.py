@@ -39,7 +39,7 @@ class TrainingStep:
         lora_rank: of adapters on all linear layers but the head and on all experts; None trains
             every weight.
         adapter_dtype: of these adapters.
-        bits: 16 or 32 as ``dtype`` says, or what bitsandbytes holds linear layers in: 4 (nf4) or 8.
+        bits: what bitsandbytes holds linear layers in: 4 (nf4) or 8; None for ``dtype``.
         double_quant: whether the scales of 4-bit weights are quantized too.
         fp8_base: whether ``quantize_base`` holds linear layers in FP8.
         expert_bytes: a number of experts that ``quantize_experts`` holds in 4 bits, which puts them

@@ -3,7 +3,7 @@
 On the meta device PyTorch computes attention with a (T, T) tensor of scores, and autocast does
 nothing. What stands here allocates and keeps what the GPU's own operation does.
 
-H: hidden size, I: intermediate size, R: rank, T: tokens of a sequence.
+B: sequences, T: tokens of each.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def trace_step(
             them, rows of any length allocate the same pieces.
 
     Raises:
-        ValueError: a model whose step needs the values of its tensors, or without kernels.
+        Exception: of the model's code, where it needs values (``estimate.explained`` words it).
     """
     model, sizes = build(config, step)
     held = [*model.parameters(), *model.buffers()]
@@ -139,8 +139,8 @@ def trace_step(
 
 
 class MetaOffload(checkpoints.CheckpointOffload):
-    """The offloaded checkpoints of a model without values, which the product chooses: pieces of
-    host memory are counted, and ``piece`` stands for all of them.
+    """Checkpoint offloading of a model without values. It chooses inputs as on a GPU, with one
+    ``piece`` in place of all host memory; ``Trace.sent`` has what was copied.
     """
 
     def __init__(self) -> None:

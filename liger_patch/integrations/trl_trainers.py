@@ -99,8 +99,8 @@ class OfAdvantages(OnKernels):
         return results
 
     def _row_weights(self, inputs: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
-        """Return (B, K) of the tokens of answers; None where the loss is not known to be in
-        proportion.
+        """Return (B, K), what the loss multiplies each answer token's log-probability by, up to one
+        factor for all; None where that is not known.
         """
         trainer = cast(Any, self)
         advantages, mask = inputs["advantages"].to(dtype), inputs["completion_mask"]

@@ -58,8 +58,8 @@ def serves_flash_attention(
     key: Tensor,  # (B, num_key_value_heads, T, D)
     value: Tensor,  # (B, num_key_value_heads, T, D)
 ) -> bool:
-    """Return whether PyTorch's flash attention serves these: their dtype and sizes, on this GPU,
-    and nobody has turned it off.
+    """Return whether PyTorch's flash attention is on, and serves these: their dtype and sizes, on
+    this GPU.
     """
     if not query.is_cuda or torch.version.hip is not None:
         return False
@@ -102,7 +102,7 @@ def flash_states(
 
 
 def flash_options(segments: Segments, scale: float | None) -> dict[str, Any]:
-    """Return the arguments of flash attention within segments, by what they say."""
+    """Return the arguments that keep flash attention within segments."""
     cu_seqlens, max_seqlen, window, *_ = segments
     return {
         "cu_seqlens": (cu_seqlens, cu_seqlens),  # of queries, of keys
@@ -143,8 +143,8 @@ def flash_backward(
     offset: Tensor,
     how: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, of attention over these keys and others where
-    y and lse are those of all.
+    """Return the gradients of query, key and value. If y and lse are those of more keys, these
+    keys' part of them.
     """
     return torch.ops.aten._flash_attention_backward(
         dy, query, key, value, y, lse, *how["cu_seqlens"], *how["lengths"], 0.0,
@@ -165,7 +165,7 @@ def add_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of_sinks(dy: Tensor, y: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks (H,), of what ``add_sinks`` returned and the gradient of y."""
+    """Return the gradient of sinks (H,); y and lse are the results of ``add_sinks``."""
     of_y = (dy.to(lse.dtype) * y).sum(-1)
     share = torch.exp(sinks.to(lse.dtype) - lse)
     return -(share * of_y).sum(tuple(range(lse.dim() - 1))).to(sinks.dtype)

@@ -1,8 +1,7 @@
 """Questions that every operator asks: whether Triton kernels or PyTorch operations serve a tensor,
 in which dtype, whether a GPU loads tiles by tensor descriptors (its tensor memory accelerator does,
-from Hopper on), and whether autograd can run its backward pass. And results of the same strides as
-(..., H) that they are computed from: a transposed view (attention heads in front of tokens) needs
-no copy.
+from Hopper on), and whether autograd can run its backward pass. And memory for results in the order
+of their input (..., H): a transposed view (attention heads in front of tokens) needs no copy.
 """
 
 import functools
@@ -133,8 +132,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def check_plain_tensors(**arguments: object) -> None:
-    """Raise ValueError for an argument that is no tensor, or a subclass such as DTensor, which
-    holds other tensors instead of numbers. None may be given for what is optional.
+    """Raise ValueError for an argument that is no dense tensor, or of a subclass that holds other
+    tensors (DTensor). Optional ones may be None: ``bias``, weights of classes, tokens, rows.
     """
     for name, value in arguments.items():
         if value is None and name in ("bias", "class_weight", "token_weight", "row_weights"):

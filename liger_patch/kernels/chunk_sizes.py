@@ -11,10 +11,10 @@ from torch import Tensor
 
 ROW_MULTIPLE = 128  # the row tile of the matrix products on tensor cores
 NARROW_CHUNKS = 16  # with more, a sum rounded to 16 bits after each chunk exceeds eager's error
-# What a whole feed-forward layer may take before it is sliced: 15k tokens with I = 14336. Less than
-# that is not what fills a GPU beside the checkpoints.
+# What a whole feed-forward layer may take before it is sliced: 15k tokens with I = 14336. Up to
+# that, other memory fills a GPU.
 LONG_BYTES = 2 * 2**30
-SLICE_BYTES = 512 * 2**20  # of one slice: 3744 tokens with I = 14336, which fill a GPU
+SLICE_BYTES = 512 * 2**20  # of one slice: 3712 tokens with I = 14336, which fill a GPU
 GATED_TENSORS = 5  # of the intermediate size in a backward pass: gate, up, their gradients, da
 
 

@@ -128,21 +128,22 @@ def cross_entropy(
 
     Args:
         logits: (N, V), any floating dtype; left as they are. The backward pass allocates their
-            gradient, nothing else.
+            gradient, and nothing else of that size.
         others: as in ``linear_cross_entropy``.
 
     Returns:
         () or, for "none", (N,) with 0 where ignored; float32, float64 for float64 logits.
 
-    Differences from ``torch.nn.functional.cross_entropy``, whose mean is nan in these cases: it is
-    0, with zero gradients, of an empty batch, of one whose labels are all ignored, and where the
-    weights of all labels add up to 0, also with label smoothing and z-loss. The mean of the z-loss
+    Where the mean of ``torch.nn.functional.cross_entropy`` is nan, this one is 0, with zero
+    gradients: no tokens, labels that are all ignored, or weights of all labels that add up to 0,
+    also with label smoothing and z-loss. The mean of the z-loss
     is divided as that of the cross entropy is: by the sum of the class weights of the labels, where
     there are any (Liger-Kernel divides by the number of tokens).
 
     Raises:
         ValueError: shapes, dtypes, devices or values that do not fit, a label outside the
             vocabulary.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
     """
     options = ignore_index, softcap, logit_scale, label_smoothing, z_loss, class_weight
     if sees_operators((logits,)):

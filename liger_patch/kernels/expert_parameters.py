@@ -23,9 +23,10 @@ class Layer(NamedTuple):
     """Experts without their tensors.
 
     Attributes:
+        how: the activation.
         scalings: of the adapters of both products.
         dtype: of the products.
-        held: each ``DequantizedExperts`` in the place of a weight.
+        held: the ``DequantizedExperts`` of each product; None where its weight is a tensor.
     """
 
     how: Activation
@@ -98,8 +99,8 @@ def _adapters(joined: Tensor, shapes: dict[int, torch.Size]) -> dict[int, Tensor
 
 
 class Given(NamedTuple):
-    """What a parameter's gradient must be like; ``takes_turns``: whether experts lie side by side
-    in memory, as in PEFT's B.
+    """What a parameter's gradient must be like; ``takes_turns``: whether experts are the dimension
+    of stride 1, as in PEFT's B.
     """
 
     shape: torch.Size

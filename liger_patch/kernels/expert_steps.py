@@ -27,11 +27,11 @@ class Order(NamedTuple):
     """The order of slots by expert.
 
     Attributes:
-        index: (N, K), the experts of each token, which biases need alone.
+        index: (N, K), the experts of each token; only biases need it.
         offsets: (E,) int32, where the slots of each expert end.
         slots: (S,) int32, the place of each sorted slot in ``index``.
         places: (N, K) int32, the place of each slot among the sorted ones.
-        numbers: (E + 2 S,), of which these three are parts.
+        numbers: (E + 2 S,), which holds offsets, slots and places.
     """
 
     index: Any
@@ -219,7 +219,7 @@ def add_thin_(y: Tensor, thin: Tensor, b: Tensor, order: Order) -> None:
 def sum_slots_(
     out: Tensor, y: Tensor, order: Order, weights: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Write the sum of each token's slots (N, H), each times its weight; return it."""
+    """Write the sum (N, H) of each token's slots, with biases, times weights; return it."""
     if serves_triton(y, weights, bias):
         from liger_patch.kernels.triton import expert_rows
 

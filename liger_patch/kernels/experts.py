@@ -15,9 +15,9 @@ and one kernel computes h again, dgate and dup of weight_s dh, and dweight_s. y 
 token's slots: nothing is added by atomics, so results repeat bit by bit. The host reads no counts
 where PyTorch has a kernel for grouped products: in bf16, from compute capability 9 on.
 
-N: tokens, H: hidden size, I: intermediate size, E: experts, R: ranks, S = N K. Kept for the
-backward pass, in bytes a token in 16 bits: x, 2 H, and K times gate and up, 4 I, and the thin S and
-D, 2 R each. Extra memory of the backward pass: 4 H + 6 I a slot.
+N: tokens, H: hidden size, I: intermediate size, E: experts, R: ranks; in shapes, S = N K. Kept for
+the backward pass, in bytes a token in 16 bits: x, 2 H, and K times gate and up, 4 I, and the thin S
+and D, 2 R each. Extra memory of the backward pass: 2 H + 6 I a slot.
 
 As with ``gated_mlp``, two functions share the work: gradient checkpointing computes the first one
 again, which ends before the product with W2. Long rows under gradient checkpointing run in slices

@@ -126,7 +126,7 @@ run_gated = differentiable(gated_forward, _save, _backward)
 
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
-    """Compute ``act(gate) * up``, saving nothing but its inputs.
+    """Compute ``act(gate) * up``, saving its inputs alone. Layers call ``run_gated``, unchecked.
 
     Args:
         gate, up: (..., I), of one shape, floating dtype and device. Without ``up``, ``gate`` is

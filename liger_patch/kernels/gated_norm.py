@@ -7,8 +7,8 @@ arXiv:2405.21060):
 with rstd = 1 / sqrt(mean(h ** 2) + eps), for h the numerator of n, over each group of G of the H
 features, in float32 (float64 for float64), rounded once. act = silu, or the logistic function.
 
-R: rows. Saved for the backward pass, in bytes a row: the inputs themselves, which their makers
-mostly hold too, and 4 H / G.
+R: rows. Saved for the backward pass: the inputs themselves, which their producers mostly hold too,
+and rstd, 4 H / G bytes a row.
 """
 
 from typing import Any, NamedTuple

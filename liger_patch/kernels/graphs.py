@@ -1,5 +1,5 @@
-"""What graphs need of functions that launch kernels, those of ``torch.compile``, ``torch.export``
-and ``make_fx``; and calls without values, under ``FakeTensorMode``.
+"""What the graphs of ``torch.compile``, ``torch.export`` and ``make_fx`` need of functions that
+launch kernels; and calls without values, under ``FakeTensorMode``.
 """
 
 import functools
@@ -94,7 +94,7 @@ def operator(
     Gradients of its results are an error, unless it is made ``differentiable``.
 
     Args:
-        results: of the same arguments, without values, for torch.compile.
+        results: a function of the same arguments that returns empty results, for tracing.
         mutates: the arguments that it writes to.
         schema: of the operator; by default that of the function's annotations.
         reads_values: whether the host reads values of the device. No CUDA graph can: from torch 2.9
@@ -127,8 +127,8 @@ def differentiable(
     *,
     first_alone: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of an operator's results, with their gradients: as an autograd
-    function, and where ``operator`` sees a graph, by the operator itself.
+    """Return an operator's function with gradients: an autograd function, and where ``operator``
+    sees a graph, the operator itself.
 
     Args:
         call: what ``operator`` returned.
@@ -204,7 +204,7 @@ def _is_in(modes: Any) -> bool:
 
 
 def is_compiled_here() -> bool:
-    """Return ``torch.compiler.is_compiling`` of this thread: that is one flag of all threads."""
+    """Return True if this thread is traced: ``is_compiling`` is one flag of all threads."""
     compiler = torch.compiler
     return compiler.is_dynamo_compiling() or (compiler.is_compiling() and in_tracing_mode())
 

@@ -5,7 +5,7 @@ N: tokens, n: supervised tokens, H: hidden size, V: vocabulary. The chunks are t
 matrix products of 2 n H V operations, two with a frozen head, one without gradients.
 
 The backward pass multiplies by the upstream gradient, and reads and writes nothing where that is 1.
-The chunks are computed again, with the upstream gradient in place, where it is not one number
+The chunks are computed again, times the upstream gradient, where that is not one number
 (reduction "none" with a trainable head), where float16 would lose small gradients before a loss
 scale reaches them, and in a second backward pass over one graph. The gradient in the forward pass:
 Liger-Kernel (arXiv:2410.10989).
@@ -128,13 +128,13 @@ class _Arguments:
         return config, loss_factors(config, self.labels, **self.how)
 
     def gradient_results(self, wanted: Wanted) -> list[Tensor]:
-        """Return what holds the gradients by the inputs, without values: empty where not wanted."""
+        """Return memory for the gradients of the inputs; (0,) where not wanted."""
         inputs: Any = self.inputs
         pairs = zip(inputs, wanted, strict=True)
         return self.as_results([each.new_empty(each.shape) if w else None for each, w in pairs])
 
     def as_results(self, gradients: list[Tensor | None] | None) -> list[Tensor]:
-        """Return gradients as the operator does."""
+        """Return gradients as results of the operator: contiguous, (0,) for None."""
         empty = self.inputs.hidden_states.new_empty
         present = gradients or [None] * 5
         return [empty(0) if each is None else each.contiguous() for each in present]
@@ -255,8 +255,8 @@ def linear_cross_entropy(
     ``hopper_kernels`` break the graph of ``torch.compile``, and are errors in ``torch.export``,
     ``make_fx`` and ``FakeTensorMode``.
 
-    Named after, and equal to, ``torch.nn.functional.linear_cross_entropy`` wherever both are
-    defined. Under autocast the products run in the autocast dtype, as those of
+    Named after ``torch.nn.functional.linear_cross_entropy``, and equal to it but for the mean of no
+    tokens (see Returns). Under autocast the products run in the autocast dtype, as those of
     ``torch.nn.functional.linear`` do; the softmax is computed in float32 (float64 for float64
     inputs). Each gradient has its input's own dtype.
 

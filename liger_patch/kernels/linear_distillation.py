@@ -200,7 +200,7 @@ def linear_distillation(
     Under autocast the products run in the autocast dtype, as those of
     ``torch.nn.functional.linear`` do; the divergence is computed in float32 (float64 for float64
     inputs). Each gradient has its input's own dtype; the teacher gets none. ``torch.compile``
-    breaks the graph here.
+    breaks the graph here; ``torch.export``, ``make_fx`` and ``FakeTensorMode`` get an error.
 
     Class i of both heads must be the same token: two tokenizers cannot be told apart here. Of
     vocabularies of different size, which a model's padding makes, the first min(V) classes are

@@ -51,16 +51,17 @@ ROUNDING = 8  # eps that an upstream gradient may be off: a loss multiplies and 
 
 
 class LogProbs(NamedTuple):
-    """Of each token, (N,), 0 (False) where it is ignored; None where not asked for.
+    """Of each token's logits after scale, softcap and temperature, in nats: (N,) each, 0 (False)
+    where the token is ignored; None where not asked for.
 
     Attributes:
         log_probs: of the label.
-        entropy: of the distribution, in nats.
+        entropy: of the distribution.
         is_top1: whether the label is the most likely class, or the first of several equal ones.
             Where logits are never written (bf16 on Hopper), it is False for each of several equal
             ones in a block of 128 classes.
         lse: log of the sum of the exponentials of the logits.
-        mean_logits: over the vocabulary, after scale, softcap and temperature. No gradient.
+        mean_logits: over the vocabulary. No gradient.
         log_sum_sq_probs: log of the sum of the squared probabilities. No gradient.
     """
 
@@ -173,8 +174,8 @@ def _expected_upstream(config: ChunkConfig, row_weights: Tensor | None) -> Tenso
 
 def _fit(expected: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """Return () the factor between expected and true upstream gradients (n,), and (d,) the places
-    where these differ by more than rounding. Those are all n where they have most of the weight:
-    what they added would be subtracted from what remains.
+    where these differ by more than rounding. All n, if those have most of the weight: to correct
+    the sums would cancel digits.
     """
     if upstream.is_meta:
         return upstream[0], torch.empty(0, dtype=torch.int64, device=upstream.device)
@@ -193,7 +194,7 @@ def _fit(expected: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
 def _computed_again(
     config: ChunkConfig, inputs: HeadInputs, upstream: UpstreamGradients
 ) -> list[Tensor | None]:
-    """Compute the chunks once more, with the upstream gradients (n,) in place."""
+    """Compute the chunks once more, for these upstream gradients (n,)."""
     dtype, labels = accumulation_dtype(config.dtype), config.labels
     dlog_probs, dentropy, dlse = upstream
     if dlog_probs is None:

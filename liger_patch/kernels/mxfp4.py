@@ -26,7 +26,7 @@ VALUES = (*MAGNITUDES, *(-each for each in MAGNITUDES))
 LARGEST_EXPONENT = 2  # of MAGNITUDES
 BIAS = 127  # of scales
 POWERS = (*(2.0 ** (scale - BIAS) for scale in range(255)), math.nan)  # of each scale
-ALL_BLOCKS = 2**40  # more than a weight has: nf4's kernel has a scale of scales for so many
+ALL_BLOCKS = 2**40  # more than a weight has: nf4's kernel then reads one nested scale
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def dequantized(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     shape = *packed.shape[:-1], 2 * packed.shape[-1]
     if packed.is_meta:
         return packed.new_empty(shape, dtype=dtype)
-    tables = _tables.__wrapped__ if is_traced() else _tables  # a trace's have no values to keep
+    tables = _tables.__wrapped__ if is_traced() else _tables  # those of a trace are not cached
     values, powers, one, zero, _ = tables(packed.device)
     if serves_triton_device(packed) and not is_traced():
         from liger_patch.kernels.triton import nf4
@@ -88,8 +88,8 @@ def dequantized(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, ...]:
-    """Return VALUES, POWERS, 1 (1,) and 0 (), and up to where a number is rounded to each of
-    MAGNITUDES but the largest; float32.
+    """Return VALUES, POWERS, 1 (1,), 0 (), and the largest number (7,) that is rounded to each of
+    MAGNITUDES but the last; float32.
     """
     magnitudes = torch.tensor(MAGNITUDES)
     boundaries = (magnitudes[1:] + magnitudes[:-1]) / 2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SLABS = 16  # of rows, where the device cannot write a wider result itself: bounds the copy
-# torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA and without values only
+# torch.mm(..., out_dtype=torch.float32) came with torch 2.8, for CUDA and meta tensors only
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype_out")
 
 

@@ -2,7 +2,7 @@
 differentiated by autograd, and the masks of its attention.
 
 Every other form is tested against this one in float64. It holds the whole (N, V) logits, or the
-(T, T) mask of an attention, and is meant for little else. The formulas are in ``options``,
+(T, T) mask of an attention: for tests, checks and fallbacks. The formulas are in ``options``,
 ``head/divergences`` and ``segments``; softcap as in Gemma 2 (arXiv:2408.00118), z-loss as in PaLM
 (arXiv:2204.02311).
 """

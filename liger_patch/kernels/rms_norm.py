@@ -7,8 +7,8 @@ weight) and n = x * rstd:
 
     dx = rstd (g - n mean(g n))             dweight = sum over rows of dy n
 
-H: hidden size, R: rows. Saved for the backward pass: the input itself, which its maker mostly holds
-too. The backward pass computes rstd again, of rows that it reads anyway.
+H: hidden size. Saved for the backward pass: the input itself, which its producer mostly holds too.
+The backward pass reads its rows anyway, and computes rstd again.
 """
 
 from numbers import Real
@@ -140,7 +140,7 @@ def rms_norm(
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
 
-    Saved for the backward pass: ``x``, which the caller mostly holds too.
+    Checks its arguments; layers call ``run_rms_norm``. Saved for the backward pass: ``x``.
 
     Args:
         x: (..., H), floating point.

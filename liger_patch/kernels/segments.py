@@ -27,14 +27,14 @@ BLOCK_BYTES = 256 * 2**20  # bounds the temporary tensors of reading a mask
 
 
 class Prefixes(NamedTuple):
-    """The prefixes of a row (1, T) whose sequences may continue one: groups of sequences do, which
-    see all of their prefix. The row holds
+    """The prefixes of a row (1, T). The sequences of a group continue one prefix and see all of it.
+    The row holds
 
         all prefixes, each a sequence    the sequences that continue them, by group    others
 
     Attributes:
-        tokens: how many all prefixes have.
-        continued: how many all sequences have that continue one.
+        tokens: the tokens of all prefixes.
+        continued: the tokens of all groups.
         cu_seqlens: (groups + 1,) int32, 0 and where each group ends, counted behind the prefixes;
             the same of prefixes.
         lengths: the tokens of the longest group, and of the longest prefix.
@@ -54,7 +54,7 @@ class Segments(NamedTuple):
             where each row is one sequence.
         max_seqlen: the tokens of the longest sequence.
         window: how many keys a query sees at most; None for all of its sequence up to itself.
-        has_padding: whether these keys are others than those that the mask shows to its padding.
+        has_padding: whether there is padding, which sees other keys here than with the mask.
         prefixes: those that sequences continue; None where no sequence does.
     """
 
@@ -124,7 +124,7 @@ def segments_of_intervals(
     of a query and a key say all of the mask:
 
     - a query sees itself;
-    - it sees the nearest key of its segment, and no real key before that;
+    - it sees the first key of its segment within the window, and no real key before that;
     - the real query before a real key does not see that key.
 
     Takes a few numbers for each token, and no T * T operations.
@@ -149,9 +149,9 @@ def segments_of_intervals(
     is_first = ~(sees_before | (sees_nothing & _before(sees_nothing)))
     first = torch.where(is_first, here, 0).cummax(-1).values
     lengths = here - first + 1
-    nearest = first if window is None else torch.maximum(first, here - window + 1)
-    seen = sees(torch.stack([here] * 2), torch.stack([nearest, before.gather(-1, nearest)]))
-    sees_farther = seen[1] & has_before.gather(-1, nearest)
+    farthest = first if window is None else torch.maximum(first, here - window + 1)
+    seen = sees(torch.stack([here] * 2), torch.stack([farthest, before.gather(-1, farthest)]))
+    sees_farther = seen[1] & has_before.gather(-1, farthest)
     continues = is_first | _before(is_real)  # none behind padding
     is_right = sees_itself & continues & seen[0] & ~(sees_farther | is_seen_before)
     is_described = (is_right | ~is_real).all() & (

@@ -233,9 +233,9 @@ PROBED = 8  # features of a probe's query and key
 
 
 def rotations_of(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Return what the kernel has for each rotary function that an attention's forward names: one,
-    or two between which its configuration chooses (DeepSeek V3). None where one of them is not
-    Transformers' own, or computes something else than the tables say.
+    """Return the rotation that replaces each rotary function that an attention's forward names:
+    one, or two between which its configuration chooses (DeepSeek V3). Empty where one of them is
+    not Transformers' own, or computes something else than ROTATIONS and ATTENTIONS say.
     """
     rotations: dict[str, Callable[..., Any]] = {}
     for name in sorted(names_of(cls) & ROTATIONS.keys()):

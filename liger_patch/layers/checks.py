@@ -83,7 +83,7 @@ def check_device(device: torch.device | str | None) -> None:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device must be a device of PyTorch, got {device!r}") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that is here, and no CUDA GPU is, got {device!r}")
+        raise ValueError(f"device must be available, and no CUDA GPU is, got {device!r}")
 
 
 def needs_own_code(*arguments: object) -> bool:
@@ -168,8 +168,8 @@ def few_numbers(*shape: int) -> Tensor:
 
 
 def probe_of(module: nn.Module) -> Any:
-    """Return a copy of a module, with parameters and buffers of its own, that runs on the kernels'
-    operations in PyTorch. No class is called: FSDP2's makes a module of another.
+    """Return a shallow copy of a module, whose parameters and buffers can be replaced. It runs the
+    kernels' PyTorch operations. No class is called: FSDP2's makes a module of another.
     """
     probe: Any = object.__new__(type(module))
     vars(probe).update(vars(module))

@@ -49,7 +49,7 @@ PROBED_EXPERTS, PROBED_HIDDEN, PROBED_SIZE = 3, 4, 5
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return True for PEFT's wrapper of a parameter of experts that are on kernels, or may be."""
+    """Return True for PEFT's wrapper of a parameter (``target_parameters``), of experts or not."""
     if "peft" not in sys.modules:
         return False
     from liger_patch.readers import lora_adapters

@@ -1,8 +1,8 @@
 """Derive the classes of PEFT's linear layers whose LoRA adapter runs within the base's product.
 
 Adapters can be switched, merged and disabled between calls. So each call decides: a layer with one
-plain adapter runs on kernels, any other layer runs PEFT's own forward. A decision is that of the
-last call as long as the layer's stamp is. The projections of an attention, or of a layer of linear
+plain adapter runs on kernels, any other layer runs PEFT's own forward. A decision holds for as long
+as the layer's ``_stamp`` stays equal. The projections of an attention, or of a layer of linear
 attention, that read the same input are computed together, when the first of them is called.
 """
 
@@ -56,7 +56,7 @@ class Dtypes(NamedTuple):
     casts: bool  # whether autocast casts operands of another dtype
 
 
-_dtypes = functools.cache(Dtypes)  # a call's are those of the last one, the same object
+_dtypes = functools.cache(Dtypes)  # equal ones are one object, which `is` compares
 
 
 class OfDtypes(str):

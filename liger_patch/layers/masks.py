@@ -57,9 +57,9 @@ _running = threading.local()  # whether the backbone that this thread runs may d
 
 
 def mask_deferring_class(module: nn.Module) -> Any:
-    """Return the class of a backbone whose masks are deferred, None for any other module: its code
-    must be Transformers' own, make masks, or give embeddings to one that does, and have attention
-    on kernels within.
+    """Return the class of a backbone whose masks are deferred, None for any other module. A
+    backbone has Transformers' own code, makes masks or gives embeddings to a module that does, and
+    has attentions on kernels.
     """
     original: Any = type(module)
     if not isinstance(module, PreTrainedModel) or not is_transformers(original.forward):
@@ -142,8 +142,9 @@ def _needs_masks() -> bool:
 
 
 def _may_defer(backbone: nn.Module) -> bool:
-    """Return whether no module of a backbone that may be given its masks takes their memory: a
-    graph of torch.compile does, and it may stand behind a forward that an instance has of its own.
+    """Return whether deferred masks can be given to all modules of a backbone that may get one. A
+    graph of torch.compile cannot take them: it reads their memory. An instance's own ``forward``
+    may lead to such a graph.
     """
     modules: list[Any] = [backbone]
     takes_masks = functools.cache(_takes_masks)
@@ -177,8 +178,8 @@ def _takes_masks(cls: Any) -> bool:
 def deferred_sdpa_mask(
     may_defer: Callable[[], bool], used: UsedTokens, options: dict[str, Any]
 ) -> Tensor | None:
-    """Return Transformers' mask (B, 1, T, T), deferred where it is large, shows intervals of keys,
-    and flash attention may leave it out.
+    """Return Transformers' mask (B, 1, T, T), deferred where it is large, may show intervals of
+    keys, and flash attention may leave it out; None where Transformers makes none.
 
     Args:
         may_defer: whether whoever gets the mask can do with a deferred one.

@@ -45,8 +45,8 @@ class OneRow(NamedTuple):
     Attributes:
         places: (N,) of its tokens among the B T of the batch.
         positions: (N,) of its tokens in their own rows.
-        again: places among B T of the same first tokens of the row, in the further rows of groups:
-            (n,) each, of the first n tokens.
+        again: for the second, third, ... row of each group, (n,) places among B T of its prefix;
+            these prefixes are the first n tokens of the one row.
         segments: what its queries see.
     """
 
@@ -73,9 +73,9 @@ def compare_rows(ids: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def groups_of(alike: Sequence[Sequence[int]], rows: list[int]) -> list[Group]:
-    """Return groups of rows that share a prefix: of all rows together and their parts, which begin
-    alike beyond that, what saves more tokens. (Rows that share less with others than those with one
-    another have no group of their own.)
+    """Return groups of rows that share a prefix: all rows as one group, or the groups within the
+    parts of them that begin alike beyond that, whichever saves more tokens. Groups are not nested:
+    a row is in one at most.
 
     Args:
         alike: of all pairs of rows, as ``compare_rows`` has it.
@@ -104,7 +104,8 @@ def in_one_row(
         starts, lengths: of the real tokens of each row.
         tokens: T.
     """
-    groups = sorted(groups, key=lambda group: -len(group.rows))  # further rows are leading tokens
+    # largest first: the prefixes that each further rank of rows has are then the first tokens
+    groups = sorted(groups, key=lambda group: -len(group.rows))
     begins = [row * tokens + start for row, start in enumerate(starts)]
     grouped = {row for group in groups for row in group.rows}
     rests = [(row, group.tokens) for group in groups for row in group.rows]

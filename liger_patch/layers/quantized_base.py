@@ -76,9 +76,9 @@ class _Held(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(
-            "weight is held in FP8 by quantize_base, and its numbers are read: adapters are not "
-            "merged into it, none are made that begin with it (DoRA, PiSSA), and a model whose "
-            f"code reads it cannot be held. {ADVICE}"
+            "weight is held in FP8 by quantize_base, and cannot be read: adapters cannot be merged "
+            "into it or start from it (DoRA, PiSSA), nor can a model be held whose own code reads "
+            f"it. {ADVICE}"
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -119,10 +119,11 @@ def quantize_base(
 ) -> PreTrainedModel:
     """Hold the frozen linear layers of a model in FP8. Returns the model.
 
-    These are the linear layers of its decoder, and all that adapters are on; not the head, routers
-    of experts, layers with a size that is no multiple of 16, and those that train where others do
-    not. Call it before ``get_peft_model`` or behind it, with ``apply_patch`` or without;
-    ``revert_patch`` leaves them so. Adapters train, save and load as usual, and are not merged.
+    Held are the linear layers of its decoder, and all with adapters. Not held are the head, routers
+    of experts, Mamba's x_proj, dt_proj and out_proj, layers with a size that is no multiple of 16,
+    and layers that train while others are frozen. Call it before or after ``get_peft_model``, with
+    ``apply_patch`` or without; ``revert_patch`` leaves them so. Adapters train, save and load as
+    usual, and cannot be merged.
 
     On GPUs that multiply FP8 (from compute capability 8.9 on), products in bf16 run in FP8:
     activations and upstream gradients are rounded too, a row at a time, and sums are in float32.
@@ -137,6 +138,7 @@ def quantize_base(
 
     Raises:
         ValueError: another ``quant_type``, no such device, or a model without such layers.
+        TypeError: not a Transformers model.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
@@ -144,9 +146,9 @@ def quantize_base(
     found = list(_linears(model))
     if not found:
         raise ValueError(
-            "model must have linear layers that can be held in FP8, and are not yet, got a "
-            f"{type(transformers_model(model)).__name__}: of torch's own class, frozen, in its "
-            f"decoder, with sizes that are multiples of {fp8.MULTIPLE}"
+            "model must have linear layers that can be held in FP8 (of torch's own class, frozen, "
+            f"in its decoder, sizes that are multiples of {fp8.MULTIPLE}) and are not yet, got a "
+            f"{type(transformers_model(model)).__name__} without"
         )
     for layer in found:
         _hold(layer, device)

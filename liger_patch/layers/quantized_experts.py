@@ -124,7 +124,7 @@ def quantize_experts(
 ) -> PreTrainedModel:
     """Hold the experts of a mixture in 4 bits on a device. Returns the model.
 
-    Call it on a model in host memory, behind ``get_peft_model`` and before ``model.to(device)``:
+    Call it on a model in host memory, after ``get_peft_model`` and before ``model.to(device)``:
     weights go to the device and are quantized there one after another, so the device never holds a
     second one of 16 bits. The experts are on kernels from then on, with ``apply_patch`` or without,
     and ``revert_patch`` leaves them so. They are frozen; adapters on them (PEFT's
@@ -142,6 +142,7 @@ def quantize_experts(
         ValueError: another ``quant_type`` or ``double_quant``, no such device, a model without
             experts that may be on kernels, or in MXFP4 an input size of experts that is no
             multiple of 32.
+        TypeError: not a model.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {quant_type!r}")
@@ -215,11 +216,11 @@ def quantized_layer(original: Any) -> type[nn.Module]:
             dtype = getattr(_running, "dtype", None)
             if dtype is None:
                 raise RuntimeError(
-                    f"{name} is held in 4 bits by quantize_experts: adapters come before that "
-                    "(get_peft_model, PeftModel.from_pretrained), are active one at a time, and "
-                    "are not merged into it (unmerge_adapter() takes back what merge_adapter() "
-                    "merged so far; behind merge_and_unload(), load base and adapters again), do "
-                    "not run within torch.compile, and experts under them have no hooks"
+                    f"{name} is held in 4 bits by quantize_experts, and cannot be read here. Add "
+                    "adapters before that (get_peft_model, PeftModel.from_pretrained), with one "
+                    "active at a time. Do not merge them (unmerge_adapter() takes a merge back; "
+                    "after merge_and_unload(), load base and adapters again). torch.compile and "
+                    "hooks on these experts are not supported"
                 )
             weight = getattr(self, experts.HELD)[name].dequantized(dtype)
             return weight if self.is_transposed else weight.transpose(1, 2)

@@ -213,8 +213,8 @@ def _may_share(backbone: Any, longest: int) -> bool:
 
 
 def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bool:
-    """Return whether packed sequences give the results of a padded batch, without an (N, N) mask
-    where it would be larger.
+    """Return whether a backbone gives packed sequences the results of a padded batch, and needs no
+    mask of all pairs of tokens for them.
     """
     given = {name for name, value in options.items() if value is not None and value is not False}
     given -= {*WITH_IMAGES.get(backbone.config.model_type, ())}
@@ -252,7 +252,7 @@ def _takes_one_row(backbone: Any, options: Mapping[str, Any], ids: Tensor) -> bo
 
 
 def _has_rotary_positions(backbone: nn.Module) -> bool:
-    """Return whether a row's own positions are all that its tokens know of where they are."""
+    """Return whether a model has rotary embeddings that do not depend on the row's length."""
     rotary = getattr(backbone, "rotary_emb", None)
     types = getattr(rotary, "rope_type", None)
     types = types.values() if isinstance(types, dict) else [types]

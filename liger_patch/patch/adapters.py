@@ -1,5 +1,5 @@
-"""What comes to the layers of a patched model later: other forwards of their classes, and PEFT's
-adapters, with those that stay PEFT's own.
+"""Follow what changes in the layers of a patched model later: replaced forwards of their classes,
+and new adapters of PEFT. Warn of adapters that run PEFT's own forward.
 """
 
 from __future__ import annotations

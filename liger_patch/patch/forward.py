@@ -54,7 +54,13 @@ from liger_patch.patch.packing import (
 )
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord, TrialRecord
 from liger_patch.patch.verify import compare_losses
-from liger_patch.subclass import ORIGINAL, derived_class, is_transformers, once_for_each_class
+from liger_patch.subclass import (
+    ORIGINAL,
+    derived_class,
+    is_transformers,
+    once_for_each_class,
+    original_class,
+)
 
 HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
@@ -66,11 +72,6 @@ _LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary(
 def record_of(model: PreTrainedModel) -> PatchRecord | None:
     """Return the record of a patched model, None for any other."""
     return vars(model).get(RECORD) if hasattr(type(model), ORIGINAL) else None
-
-
-def original_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class that a patched model had before."""
-    return getattr(type(model), ORIGINAL)
 
 
 @once_for_each_class

@@ -108,11 +108,11 @@ def take_weights(arguments: dict[str, Any]) -> Tensor | None:
 def weights_of_targets(
     weights: Tensor,  # (B, T)
     labels: Tensor,  # (B, T) of the call, or its shift_labels
-    labels_shifted: bool,  # whether they are these
+    labels_shifted: bool,  # whether ``labels`` are shift_labels
     given: Tensor,  # (B, T) labels that the model gives to its loss, or shift_labels
     ignore_index: int,
     *,
-    shifted: bool,  # whether they are these: a model may make them of labels
+    shifted: bool,  # whether ``given`` are shift_labels: a model may make them of labels
 ) -> Tensor:
     """Return (B, T), the weight of what each token predicts.
 

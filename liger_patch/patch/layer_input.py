@@ -82,7 +82,8 @@ class Lane:
 
 
 class LayerInput:
-    """A saved tensor. Once it and a later input have been sent, it is on the host alone.
+    """A saved tensor. It is sent when the next input is saved, and is on the host alone once the
+    one after that is saved, or the fused loss begins.
 
     Its device memory belongs to the stream on which the model computes (``compute``). So that
     stream waits for a copy before the last reference to the memory is dropped.

@@ -44,7 +44,7 @@ class ForwardPass:
         is_causal: whether that was Transformers' loss, which takes every option of ``apply_patch``.
         running: False once the forward pass has returned its outputs.
         read_by: the first operation that needed the values of the logits; None if none did.
-        unreached: the options of ``changed`` that a loss of the model's own has otherwise.
+        unreached: what of ``changed`` cannot be applied to a loss of the model's own; "" for none.
         head_defers: whether the head's last call returned deferred logits; None before the first.
         expected: the labels of the call, counted before the model ran; None where they were not.
         used: the tokens whose results model and loss use; None in a call without gradients.
@@ -77,8 +77,8 @@ class ForwardPass:
 
     @property
     def changed(self) -> str:
-        """What the loss is asked to differ in from Transformers', for messages; "" for nothing.
-        Once some of it could not be reached, that alone.
+        """The options and weights that make the loss another than Transformers', for messages; ""
+        for none. Once some of them could not be applied, these alone.
         """
         weights = "" if self.loss_weights is None else LOSS_WEIGHTS
         return self.unreached or ", ".join(filter(None, (self.record.settings.changed, weights)))
@@ -122,7 +122,9 @@ class ForwardPass:
         shift_labels: Tensor | None = None,  # (B, T)
         **kwargs: Any,
     ) -> Tensor:
-        """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t; () in float32."""
+        """Compute Transformers' ``ForCausalLMLoss``: tokens < t predict token t. Returns () in
+        float32, in float64 for float64 logits.
+        """
         self.done = self.is_causal = True
         shifted = shift_labels is not None
         given = labels if shift_labels is None else shift_labels

@@ -170,8 +170,8 @@ def giving_rows(
 
     A training step and packed rows make no cache unless they were asked to: with one, layers run
     without kernels, and would carry one state for all sequences. Where positions of a step skip or
-    repeat, and say of no sequences, the model decides: without one, Transformers cuts attention
-    there.
+    repeat but mark no sequences, the model's own ``use_cache`` decides: without a cache,
+    Transformers cuts attention there.
     """
     rows = rows_of_call(arguments)
     given: dict[str, Any] = {} if rows is None else {PACKED: rows}

@@ -18,7 +18,7 @@ CHANGE_LOSS = ("label_smoothing", "z_loss", "reduction")  # of LossSettings
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The options of ``apply_patch`` that concern the loss, which documents and checks them.
+    """The options of ``apply_patch`` that concern the loss. This class checks them.
 
     ``changed``: those that change the loss, with their values, for messages; "" for none.
     """

@@ -83,8 +83,8 @@ class _Weight4bit(LayerWeight):
         return functional.dequantize_4bit(packed, state).view(-1)[:size].view(self.shape)
 
     def read_again(self, *, numbers: bool = True) -> _Weight4bit:
-        """Return the weight as it is now, of a layer whose ``stamp`` has not changed; or one
-        without numbers, to keep for that: no memory of a model that has moved.
+        """Return the weight as it is now, of a layer whose ``stamp`` has not changed. Without
+        ``numbers``, return what to call this on later: it holds no memory that the model may free.
         """
         again: Any = object.__new__(_Weight4bit)
         vars(again).update(vars(self), _packed=_packed(self._stored) if numbers else None)

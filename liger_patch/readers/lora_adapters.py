@@ -1,4 +1,6 @@
-"""PEFT: the Transformers model inside a PEFT wrapper. Imported only where peft is loaded."""
+"""Read PEFT's wrappers: the model within, adapters of linear layers and of experts, and which are
+merged. Imported only where peft is loaded.
+"""
 
 from typing import Any, NamedTuple
 

@@ -4,10 +4,11 @@ Each format has a reader, a module of READERS, imported only where its library i
 
 - ``serves(layer, weight)`` returns whether it reads linear layers of one class whose weight is of
   another;
-- ``read(layer, dtype)`` returns the ``LayerWeight`` for an input in a dtype, or why there is none;
-- ``stamp(layer)``, where there is one, returns what ``read`` depends on beside the dtype; with an
-  equal stamp the weight that it returned, and that holds the objects that stand here by their
-  identity, can be ``read_again``. Without it, or for None, each call reads anew.
+- ``read(layer, dtype)`` returns the weight for an input in a dtype, a ``LayerWeight`` or an
+  ``Fp8Weight``, or the reason why there is none;
+- ``stamp(layer)`` (optional) returns what ``read`` depends on beside the dtype. While it is equal,
+  the weight can be ``read_again``: it keeps the objects whose ids are in the stamp alive. Without
+  a stamp, or if it is None, each call reads anew.
 
 V: rows of the weight, H: its columns.
 """
@@ -70,10 +71,9 @@ def _reader(layer: type, weight: type) -> Any:
 
 
 def quantized_weight(layer: nn.Module, dtype: torch.dtype) -> LayerWeight | None:
-    """Return the weight of a quantized linear layer whose input comes in ``dtype``.
-
-    None where a product with it (and the bias) is not what the layer computes, or
-    where it cannot be read. Hooks and autocast are not considered.
+    """Return the weight of a quantized linear layer whose input comes in ``dtype``; None where its
+    reader has none, or an ``Fp8Weight``. Where ``is_exact`` is False, the layer itself computes
+    something less exact. Hooks and autocast are not considered.
     """
     reader = reader_of(layer)
     weight = reader and reader.read(layer, dtype)

@@ -72,7 +72,7 @@ def row_odds(target, softcap, class_weight, gradient):
     block = odds_of_rows.BLOCK_WITH_SOFTCAP if softcap else odds_of_rows.BLOCK
     given = {"BLOCK_V": block["BLOCK_V"]} | absent("softcap", unless=softcap)
     given |= absent("class_weight_ptr", unless=class_weight)
-    given |= absent("row_scale_ptr factor_ptr label_gradient_ptr", unless=gradient)
+    given |= absent("row_scale_ptr", unless=gradient)
     return Case("bf16", given, block["num_warps"])
 
 

@@ -270,7 +270,7 @@ def loss_and_gradients(
 def loss_gradients(
     config: ChunkConfig, inputs: HeadInputs, factors: Tensor, grad_output: Tensor
 ) -> list[Tensor | None]:
-    """Compute the chunks again, with the upstream gradient (N,) or () in place."""
+    """Compute the chunks again, times the upstream gradient (N,) or ()."""
     labels = config.labels
     n = labels.read_count()
     upstream = labels.gather(grad_output) if grad_output.dim() else grad_output

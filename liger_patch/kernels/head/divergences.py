@@ -36,8 +36,8 @@ from liger_patch.kernels.options import LossOptions, is_finite
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 LOWEST = -1e30  # log-probability of a class whose logit is -inf: -inf - -inf is nan
-NEAR = 0.3  # |d| up to which q - p is p expm1(-d): beyond, neither cancels
-FAR = 80.0  # |d| beyond which one of p and q is below 1e-34, and exp(d) need not grow
+NEAR = 0.3  # |d| up to which q - p is p expm1(-d): beyond, the difference does not cancel
+FAR = 80.0  # bound of |d|, so that exp(d) is finite: beyond, one of p and q is below 1e-34
 COPIES = 12  # of a block of rows that live at once
 
 

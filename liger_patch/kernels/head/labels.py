@@ -197,7 +197,7 @@ def token_factors(
             else labels.new_ones((), dtype=dtype).expand(labels.shape)
         )
     in_place_of_0 = math.inf if num_items_in_batch is None else 1.0
-    # torch.where would copy it to the device and wait for the device to take it
+    # not torch.where: it would copy the number to the device, and wait
     inverse = denominator.masked_fill(denominator == 0, in_place_of_0).reciprocal()
     return inverse.expand(labels.shape) if factors is None else factors * inverse
 

@@ -2,8 +2,8 @@
 gradient. Statistics, logits of a vocabulary on several ranks, and PyTorch's operations, for devices
 without Triton and for float64, take two walks: see ``row_sums``.
 
-That is done where odds do not serve, neither those of Hopper (``odds.OddsForm``) nor those of
-other GPUs (``odds.RowOddsForm``): for gradients of entropy and lse, for instance. C: tokens of
+Heads and batches that odds serve are computed by ``odds.OddsForm`` on Hopper, ``odds.RowOddsForm``
+on other GPUs; all others here, for instance gradients of entropy and lse. C: tokens of
 a chunk, N: of the batch, n: of them supervised, V: vocabulary, V_r: its classes on this rank.
 """
 
@@ -43,7 +43,7 @@ class LogitsForm:
             take no (C, V) memory.
         losses: (N,) of the supervised tokens of the chunks so far; empty with upstream gradients.
         statistics: of the same tokens, None where not wanted.
-        odds: what turns the odds in the memory of a chunk into dlogits; None where these are there.
+        odds: what turns the odds in a chunk's memory into dlogits; None if it holds dlogits.
     """
 
     counts_on_device = False
@@ -84,8 +84,8 @@ class LogitsForm:
     ) -> None:
         """Compute the losses of the C supervised tokens from ``start`` on.
 
-        With ``row_scale``, memory then holds the gradient by the logits of the sum of
-        ``row_scale * losses``, or its odds; with upstream gradients, theirs.
+        With ``row_scale``, memory then holds the gradient of the sum of ``row_scale * losses`` by
+        the logits, or odds; with upstream gradients, the gradient for these.
         """
         assert memory is not None
         logits = logits_(memory, operands)
@@ -155,7 +155,8 @@ def cross_entropy_rows(
         return on_triton(
             logits, labels, options, losses=losses, dlogits=dlogits, row_scale=row_scale
         )
-    # on a CPU. One walk took 0.5 to 0.7 of the time of these two for 32,000 classes in float32
+    # PyTorch's operations: two walks. On a CPU one took 0.5 to 0.7 of their time (32,000 classes in
+    # float32), a few percent of a step
     ignored, weight, names = labels == options.ignore_index, options.class_weight, BASIC
     labels = labels.masked_fill(ignored, 0)
     if options.label_smoothing > 0:

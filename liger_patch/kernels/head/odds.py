@@ -72,7 +72,7 @@ def serves_odds(operands: HeadInputs, options: LossOptions, statistics: Collecti
 
 
 def is_worth_odds(tokens: int) -> bool:
-    """Return False for a small batch, which the other kernels compute with fewer launches."""
+    """Return True for a batch that outlasts the odds kernels' launches: see SMALL_BATCH."""
     return tokens > SMALL_BATCH
 
 
@@ -286,7 +286,7 @@ class OddsForm:
 
 
 def _rank_tile(low_rank: Tensor) -> int:
-    """Return the columns of a tile that holds them all."""
+    """Return the columns of a tile: a power of two, from 16 on, that holds the rank."""
     return max(16, 1 << (low_rank.shape[1] - 1).bit_length())
 
 

@@ -7,8 +7,8 @@ except at the label, whose gradient is computed apart: near p = 1, p - 1 would c
 of ``options``, ``highest``: the largest z of the row, w: class weights, 1 where there are none.
 
 Of a vocabulary on several ranks, each reduces its own columns, gathers the numbers of all, and adds
-them in the order of the ranks, so that all have the same bits. In PyTorch operations here, a few
-rows at a time, so that their float32 copies stay within SCRATCH_BYTES whatever the number of rows;
+them in the order of the ranks, so that all have the same bits. PyTorch's operations here take a few
+rows at a time: their float32 copies stay within SCRATCH_BYTES, whatever the number of rows.
 ``triton/row_sums`` has the kernels. C: rows, R: ranks, V_r: classes of a rank, all V of them where
 there is one.
 
@@ -41,7 +41,7 @@ LOWEST = -3.0e38  # stands for the largest of no logits, and finite: -inf - -inf
 
 
 def blocks_of_rows(logits: Tensor, copies: int = COPIES) -> Iterator[slice]:
-    """Yield as many of the C rows at a time as SCRATCH_BYTES hold the copies of."""
+    """Yield slices of the C rows, each with its copies within SCRATCH_BYTES."""
     rows, vocab_size = logits.shape
     itemsize = accumulation_dtype(logits.dtype).itemsize
     block = max(1, SCRATCH_BYTES // (copies * vocab_size * itemsize))
@@ -233,7 +233,7 @@ def row_gradients_(
 
 
 def z_and_slope(x: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
-    """Return z of raw logits in a memory of its own, and dz/dx over the logit scale, None for 1."""
+    """Return z of raw logits in new memory, and dz/dx over the logit scale; None where it is 1."""
     z = x.to(accumulation_dtype(x.dtype), copy=True).mul_(options.logit_scale)
     if options.softcap is None:
         return z, None
@@ -267,7 +267,7 @@ def losses_and_gradients(
     vocab_size: int,
     row_scale: Tensor | None,  # (C,)
 ) -> tuple[Tensor, RowGradients | None]:
-    """Return the losses, and with ``row_scale`` their gradients."""
+    """Return the losses, and with ``row_scale`` the factors of their gradients."""
     # the maximum stays apart from the logarithm of the sum, which would be rounded to the maximum's
     # last digit
     total = sums.total
@@ -301,7 +301,7 @@ def gradients_of_log_probs(
     options: LossOptions,
     upstream: UpstreamGradients,  # (C,)
 ) -> RowGradients:
-    """Return the gradients for upstream gradients of log-probabilities, entropy and lse."""
+    """Return the factors of the gradients, for upstream ones of log-prob, entropy and lse."""
     dlog_probs, dentropy, dlse = (None if u is None else u * options.logit_scale for u in upstream)
     total = sums.total
     p = sums.label_distance.exp() / total

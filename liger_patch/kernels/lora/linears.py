@@ -54,7 +54,7 @@ class _LoraLinears(torch.autograd.Function):
         dtype: torch.dtype,
         source: NormInputs | None,
         fixed: list[Constants],
-        cast: tuple[Tensor, list[LoraProjection]],  # A of all as one, and what has A and B cast
+        cast: tuple[Tensor, list[LoraProjection]],  # A of all as one; projections, A and B cast
         *tensors: Tensor | None,
     ):
         a, parts = cast

@@ -8,11 +8,11 @@ dgate and dup as in ``gated``:
 
     dWd = dy' a       dWg = dgate' x       dWu = dup' x       dx = dgate Wg + dup Wu + dS A
 
-One kernel turns da into dgate and dup. Without adapters it leaves a in da's place. With adapters it
-computes again what they add to gate and up, and sums dB of both and dA of down, so that nothing of
-the size of gate is read or written for them.
+One kernel turns da into dgate and dup. Without adapters it leaves a in da's place if Wd trains.
+With adapters it computes again what they add to gate and up, and sums dB of both and dA of down, so
+that nothing of the size of gate is read or written for them.
 
-H: hidden size, I: intermediate size, O: features of y, R: rank, n: tokens of a call.
+H: hidden size, I: intermediate size, O: features of y, R: rank, N or n: tokens of a call.
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ class Gates:
     Attributes:
         gate, up: (n, I), of the bases; without ``up``, ``gate`` is (n, 2 I).
         s, s_down: (n, sum of R) and (n, R); None without adapters.
-        kept: the features of x, x and a that each adapter sees.
+        kept: which features the adapters of gate, up (of x) and down (of a) see.
         a: (n, I).
     """
 
@@ -322,7 +322,7 @@ class GatedLayer(NamedTuple):
             da = through_base(dy, down)
             backward = gated_backward if sums.dtypes[last] is None else gated_backward_
             dgate, dup = backward(da, gates.gate, gates.up, self.activation)
-            sums.add_base(last, dy, da)  # a has taken its place
+            sums.add_base(last, dy, da)  # a has taken its place, if Wd trains
         else:
             sums.add_base(last, dy, gates.a)
             gates.a = None

@@ -50,7 +50,7 @@ def thin_product_(s: Tensor, x: Tensor, a: Tensor, dropout: float, seed: Kept) -
         seed = new_seed() if seed is None else seed
         dropped_product_(s, x.contiguous(), a.contiguous(), int(seed), dropout)
         return seed
-    seen, mask = torch.native_dropout(x.contiguous(), dropout, True)  # on CUDA, strides choose it
+    seen, mask = torch.native_dropout(x.contiguous(), dropout, True)  # CUDA's depends on strides
     torch.mm(seen, a.t(), out=s)
     return mask
 

@@ -35,7 +35,7 @@ class LoraProjection(NamedTuple):
     dropout: float = 0.0
 
     def prepared(self, dtype: torch.dtype) -> LoraProjection:
-        """Return the projection for several products in a dtype, which dequantize nothing."""
+        """Return the projection with its weight in a dtype, for several products; FP8 stays."""
         if isinstance(self.weight, Fp8Weight) and self.weight.multiplies(dtype):
             return self
         return self._replace(weight=self.weight.to(dtype))

@@ -35,7 +35,7 @@ def _store_thin(ptr, row, mask, values, RANK: tl.constexpr):
 def _with_adapter(
     base_ptr, offsets, mask, bias_ptr, thin, b_ptr, feature, is_feature, RANK: tl.constexpr
 ):
-    """Return the base's product, its bias and what the adapter adds, in float32; and B (R, n)."""
+    """Return the sum of the base's product, bias and adapter, in float32; and B (R, n)."""
     tile = tl.load(base_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         tile += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)[None, :]

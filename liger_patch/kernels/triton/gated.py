@@ -22,7 +22,7 @@ LOG2_E_REST = tl.constexpr(1.92596298909109e-8)  # which float32 leaves out
 ROOT_HALF = tl.constexpr(0.7071067811865476)  # sqrt(1 / 2)
 ROOT_HALF_PI = tl.constexpr(0.3989422804014327)  # sqrt(1 / (2 pi))
 LN_2 = tl.constexpr(0.6931471805599453)
-MAX_EXPONENT = tl.constexpr(104.0)  # e^x of more is inf in float32, of less than its negative 0
+MAX_EXPONENT = tl.constexpr(104.0)  # e^104 is inf in float32, and e^-104 is 0
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def _gated_kernel(
     gate_ptr,  # (rows, columns), or (rows, 2 columns): gate, then up
     up_ptr,  # (rows, columns), None if behind the gate
     y_ptr,  # (rows, columns)
-    columns,  # rows that are not halves are one
+    columns,  # I where up is behind the gate; else all elements, as one row
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -122,7 +122,7 @@ def _gated_backward_kernel(
     dgate_ptr,  # of gate's shape
     dup_ptr,  # of up's shape
     y_ptr,  # (rows, columns), which may be dy; None if not wanted
-    columns,  # rows that are not halves are one
+    columns,  # I where up is behind the gate; else all elements, as one row
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

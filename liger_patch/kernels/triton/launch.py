@@ -29,8 +29,8 @@ def launch(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **constants: Any
     Args:
         kernel: of ``triton.jit``.
         grid: programs, in up to three dimensions.
-        arguments: those that are no constants, in the order of its parameters: numbers, None,
-            tensors and descriptors of them. The first is one of the last two.
+        arguments: its parameters before the constants, in order: numbers, None, tensors and
+            descriptors of them. The first is a tensor or a descriptor.
         constants: its other parameters and Triton's options by name.
     """
     like: Tensor = getattr(arguments[0], "base", arguments[0])

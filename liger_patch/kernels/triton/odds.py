@@ -12,8 +12,8 @@ with a diagonal factor needs no pass over the odds either. The odds of the label
 their part, often as large as all others together, is added in float32. The logits are never rounded
 to 16 bits.
 
-Where a token's loss exceeds 60 nats, its odds might overflow: then the device, unasked by the host,
-computes the chunk again, against each row's largest logit.
+Where a token's loss exceeds 60 nats, its odds might overflow: then the device computes the chunk
+again, without the host, such rows against their largest logit.
 
 C: rows, H: hidden size, R: rank of an adapter on the head, V: vocabulary, T: tiles of TILE_V
 columns. Extra memory: 2 C T floats, 3 C T with statistics. The idea that a row needs no maximum if
@@ -53,7 +53,7 @@ def z_and_slope(x, logit_scale, softcap):
 def log_of_sum(label_odds, others):
     """Compute log(label_odds + others) to the last digit of small others."""
     total = label_odds + others
-    rounded = total - label_odds  # others' own logarithm has what this has lost, at total = 1
+    rounded = total - label_odds  # what the sum kept of others; the rest is added, to first order
     return tl.log(total) + (others - rounded) / total
 
 
@@ -82,7 +82,7 @@ def label_logit_kernel(
     low_rank_weight_ptr,  # (V, R) or None
     low_rank_weight_stride,
     labels_ptr,  # (N,)
-    counts_ptr,  # (1,) supervised tokens
+    counts_ptr,  # (2,), the first: supervised tokens
     label_logit_ptr,  # (N,) raw
     label_z_ptr,  # (N,) times log2(e)
     reference_ptr,  # (N,) the same
@@ -232,7 +232,7 @@ def odds_kernel(
     reference_ptr,  # (C,)
     partial_ptr,  # (T, SUMS, C): of the tiles' odds sums, maxima of their z, see _write_odds
     overflow_ptr,  # () int32, start + 1 of the chunk that overflowed last
-    counts_ptr,  # (1,) supervised tokens
+    counts_ptr,  # (2,), the first: supervised tokens
     start,  # of them, where the chunk begins
     only_on_overflow,  # 1: return unless the chunk has overflowed; no constant, compiled once
     rows,

@@ -5,9 +5,9 @@ the largest one first. So each logit is read once and written once, where the gr
 ``cross_entropy`` writes, takes a second walk after the sum is known. What turns odds into the
 gradient is a factor for each row, see ``OddsFactors``.
 
-Where a logit is more than 44 nats above the reference, its block becomes the new reference, and
-what has been written of the row is scaled to it. C: rows, V: vocabulary. Extra memory: three floats
-a row.
+Where a logit is more than 44 nats above the reference, the largest of its block becomes the new
+one, and what has been written of the row is scaled to it. C: rows, V: vocabulary. Extra memory:
+three floats a row.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def _row_odds_kernel(
     row_scale_ptr,  # (C,); None: losses only
     class_weight_ptr,  # (V,) or None
     loss_ptr,  # (C,)
-    factor_ptr,  # (C,), as the next one: None with row_scale_ptr
+    factor_ptr,  # (C,), as the next one: written with row_scale_ptr only
     label_gradient_ptr,
     vocab_size,
     softcap,  # or None
