@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from liger_patch.kernels.gated import gated
-from liger_patch.kernels.rms_norm import rms_norm
+from liger_patch.kernels.gated import run_gated
+from liger_patch.kernels.rms_norm import run_rms_norm
 from liger_patch.kernels.rotary import rotary
 
 from .batches_of_calls import Inputs
@@ -64,7 +64,7 @@ class Norm:
         return _liger().liger_rms_norm(x, weight, EPS, self.offset, casting_mode, in_place)
 
     def ours(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, EPS, offset=self.offset)
+        return run_rms_norm(x, weight, EPS, self.offset, x.dtype)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Gate:
         return (module.liger_swiglu if self.activation == "silu" else module.liger_geglu)(gate, up)
 
     def ours(self, gate: Tensor, up: Tensor) -> Tensor:
-        return gated(gate, up, activation=self.activation)
+        return run_gated(gate, up, self.activation)
 
 
 @dataclass(frozen=True)

@@ -121,40 +121,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dgate, None if up is None else dup, None
 
 
-# what ``gated`` computes, of arguments that fit
+# of gate and up (..., I), or gate (..., 2 I) and None, and one of ACTIVATIONS: unchecked
 run_gated = differentiable(gated_forward, _save, _backward)
-
-
-def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
-    """Compute ``act(gate) * up``, saving its inputs alone. Layers call ``run_gated``, unchecked.
-
-    Args:
-        gate, up: (..., I), of one shape, floating dtype and device. Without ``up``, ``gate`` is
-            (..., 2 I) and its last dimension holds the one, then the other: nothing is copied, and
-            their gradient is one tensor too.
-        activation: "silu", "gelu_tanh" or "gelu".
-
-    Returns:
-        (..., I) of the same dtype, contiguous.
-
-    Raises:
-        ValueError: what does not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if not gate.is_floating_point():
-        raise ValueError(f"gate must be floating point, got {gate.dtype}")
-    if up is None:
-        if gate.dim() == 0 or gate.shape[-1] % 2:
-            raise ValueError(f"gate without up must be (..., 2 I), got {tuple(gate.shape)}")
-        return run_gated(gate, up, activation)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}"
-        )
-    if up.dtype != gate.dtype:
-        raise ValueError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
-    if up.device != gate.device:
-        raise ValueError(f"up must have the device of gate, {gate.device}, got {up.device}")
-    return run_gated(gate, up, activation)

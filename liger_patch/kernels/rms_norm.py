@@ -11,7 +11,6 @@ H: hidden size. Saved for the backward pass: the input itself, which its produce
 The backward pass reads its rows anyway, and computes rstd again.
 """
 
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from liger_patch.kernels.backend import (
 )
 from liger_patch.kernels.graphs import differentiable, operator
 
-NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)  # symbols of a dynamic trace
 MAX_HIDDEN_SIZE = 32768  # of the Triton form: a row's registers
 
 
@@ -98,7 +96,8 @@ class NormInputs(NamedTuple):
     Attributes:
         x: (..., H).
         weight: (H,), or None.
-        eps, offset, dtype: as ``rms_norm`` takes them.
+        eps, offset: of the formula.
+        dtype: of the result.
     """
 
     x: Tensor
@@ -126,49 +125,5 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if wants_x else None, dweight if wants_weight else None, None, None, None
 
 
-# what ``rms_norm`` computes, of arguments that fit and in the order of ``rms_norm_forward``'s
+# of x (..., H), weight (H,) or None, eps, offset, and the dtype of y (..., H): unchecked
 run_rms_norm = differentiable(rms_norm_forward, _save, _backward)
-
-
-def rms_norm(
-    x: Tensor,  # (..., H)
-    weight: Tensor | None,  # (H,)
-    eps: float,
-    *,
-    offset: float = 0.0,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute ``x / sqrt(mean(x ** 2) + eps) * (offset + weight)`` over the last dimension.
-
-    Checks its arguments; layers call ``run_rms_norm``. Saved for the backward pass: ``x``.
-
-    Args:
-        x: (..., H), floating point.
-        weight: (H,) on the same device; None for none.
-        eps: added to the mean of the squares, >= 0.
-        offset: added to the weight: 1 in Gemma's layers.
-        dtype: of the result; by default that of ``x``.
-
-    Returns:
-        (..., H), dense, with the rows of ``x`` in their order in memory.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    if x.dim() == 0 or not x.shape[-1] or not x.is_floating_point():
-        given = f"{x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"x must be floating point (..., H) with H > 0, got {given}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be floating point or None, got {dtype}")
-    if weight is not None and tuple(weight.shape) != x.shape[-1:]:
-        raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
-    if weight is not None and weight.device != x.device:
-        raise ValueError(f"weight must be on {x.device} as x is, got {weight.device}")
-    if weight is not None and not weight.is_floating_point():
-        raise ValueError(f"weight must be floating point, got {weight.dtype}")
-    if not (isinstance(eps, NUMBERS) and eps >= 0):
-        raise ValueError(f"eps must be a number >= 0, got {eps!r}")
-    if not isinstance(offset, NUMBERS):
-        raise ValueError(f"offset must be a number, got {offset!r}")
-    return run_rms_norm(x, weight, eps, offset, dtype or x.dtype)

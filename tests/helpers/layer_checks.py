@@ -16,10 +16,12 @@ from torch.nn.functional import gelu, silu
 from liger_patch.kernels.backend import autocast_dtype
 from liger_patch.kernels.expert_steps import Activation, ExpertProjection
 from liger_patch.kernels.experts import run_experts
+from liger_patch.kernels.gated import run_gated
 from liger_patch.kernels.gated_mlp import run_gated_mlp
 from liger_patch.kernels.gated_norm import run_gated_norm
 from liger_patch.kernels.lora.linears import run_lora_linears
 from liger_patch.kernels.lora.projection import LoraProjection, without_adapter
+from liger_patch.kernels.rms_norm import run_rms_norm
 
 Layer = Callable[..., Tensor | tuple[Tensor, ...]]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,6 +34,21 @@ SWIGLU = Activation()
 
 def dtype_of_products(x: Tensor) -> torch.dtype:
     return autocast_dtype(x.device.type, x.dtype) or x.dtype
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return run_rms_norm(x, weight, eps, offset, dtype or x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+    return run_gated(gate, up, activation)
 
 
 def gated_mlp(

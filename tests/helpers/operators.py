@@ -16,7 +16,7 @@ import expert_cases
 import layer_checks
 import torch
 from distillation_ways import check_distillation, heads
-from layer_checks import gated_mlp, gated_norm, lora_linears
+from layer_checks import gated, gated_mlp, gated_norm, lora_linears, rms_norm
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
 from lora_checks import eager_linears, eager_mlp, linears_inputs, mlp_inputs, of_tensors, tensors_of
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs, paired
@@ -25,12 +25,10 @@ from torch import Tensor
 from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.cross_entropy import cross_entropy
 from liger_patch.kernels.delta_rule import gated_delta_rule
-from liger_patch.kernels.gated import gated
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import linear_log_probs
 from liger_patch.kernels.lora.projection import LoraProjection
-from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
 Tensors = dict[str, Tensor]

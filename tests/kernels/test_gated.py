@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_checks import ACTIVATIONS, check
+from layer_checks import ACTIVATIONS, check, gated
 from slow_cases import pairwise
 from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels import gated as operators
-from liger_patch.kernels.gated import gated
 
 
 @pytest.mark.parametrize(

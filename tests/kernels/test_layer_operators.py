@@ -6,15 +6,13 @@ import sys
 
 import pytest
 import torch
-from layer_checks import gated_norm
+from layer_checks import gated, gated_norm, rms_norm
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from liger_patch.kernels.gated import gated
-from liger_patch.kernels.rms_norm import rms_norm
 from liger_patch.kernels.rotary import rotary
 
 EPS = 1e-5

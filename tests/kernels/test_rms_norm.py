@@ -7,13 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 from eager_layers import EPS, gemma_norm, llama_norm
-from layer_checks import check
+from layer_checks import check, rms_norm
 from slow_cases import slow_but
 from three_ways import DTYPES
 from torch import Tensor
 
 from liger_patch.kernels.backend import empty_in_order, in_order_of, serves_triton
-from liger_patch.kernels.rms_norm import rms_norm, rms_norm_backward
+from liger_patch.kernels.rms_norm import rms_norm_backward
 
 ROWS = {
     "one": (1, 3),

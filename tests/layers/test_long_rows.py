@@ -276,7 +276,7 @@ def test_norms_that_have_changed_or_are_of_queries_are_kept(
 
     def layer(x: Tensor) -> Tensor:
         x = x * 2.0
-        y = rms_norm.rms_norm(x, weight, 1e-6)
+        y = rms_norm.run_rms_norm(x, weight, 1e-6, 0.0, x.dtype)
         long_rows.note_source(y, x, weight, 1e-6, 0.0, x.dtype)
         with torch.no_grad():
             CHANGES[which](x, y)
