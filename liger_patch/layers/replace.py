@@ -43,7 +43,7 @@ from liger_patch.layers.recurrent import (
     recurrent_class,
     recurrent_on_kernels,
 )
-from liger_patch.subclass import ORIGINAL, is_transformers, overrides_methods
+from liger_patch.subclass import is_transformers, original_class, overrides_methods
 
 NORM, MLP, LORA = ("rms_norm",), ("gated",), ("lora",)  # the layers that one module may be
 EXPERTS, RECURRENT, DELTA_NET = ("experts",), ("recurrent",), recurrent.NAMES
@@ -119,7 +119,7 @@ def replace_layers(
         if keeps_class(module):
             continue
         # decide anew: somebody may have replaced its class's forward
-        original = _original_class(module)
+        original = _class_off_kernels(module)
         _change_class(module, original)
         vars(module).pop(EVERYWHERE, None)
         if layers != LORA and not is_wrapper(module) and overrides_methods(original):
@@ -157,7 +157,7 @@ def _defer_masks(model: nn.Module, everywhere: bool) -> None:
     for module in model.modules():
         if module is model or "forward" in vars(module) or layers_of(module):
             continue
-        _change_class(module, _original_class(module))  # anew, as a layer's
+        _change_class(module, _class_off_kernels(module))  # anew, as a layer's
         vars(module).pop(EVERYWHERE, None)
         _put_on(module, mask_deferring_class(module), everywhere)
 
@@ -177,7 +177,7 @@ def candidates(model: nn.Module) -> set[str]:
     return {
         name
         for module in model.modules()
-        if is_transformers(_original_class(module).forward) and "forward" not in vars(module)
+        if is_transformers(_class_off_kernels(module).forward) and "forward" not in vars(module)
         for name in _layers(module)
     }
 
@@ -194,13 +194,13 @@ def restore_layers(model: nn.Module, names: frozenset[str] = frozenset(LAYERS)) 
             continue
         left = tuple(name for name in layers_of(module) if name not in names)
         if left != layers_of(module):
-            original = _original_class(module)
+            original = _class_off_kernels(module)
             derive = recurrent_on_kernels if {*left} <= {*DELTA_NET} else attention_on_kernels
             _change_class(module, derive(left, original) if left else original)
             if not left:
                 vars(module).pop(EVERYWHERE, None)
         elif "attention" in names and hasattr(type(module), DEFERS_MASKS):
-            _change_class(module, _original_class(module))
+            _change_class(module, _class_off_kernels(module))
             vars(module).pop(EVERYWHERE, None)
 
 
@@ -213,8 +213,11 @@ def _check_classes(model: nn.Module) -> None:
             )
 
 
-def _original_class(module: nn.Module) -> Any:
-    return getattr(type(module), ORIGINAL) if _is_replaced(module) else type(module)
+def _class_off_kernels(module: nn.Module) -> Any:
+    """Return a layer's class before it was put on kernels; the own one of a patched model within,
+    which stays patched.
+    """
+    return original_class(module) if _is_replaced(module) else type(module)
 
 
 def _is_replaced(module: nn.Module) -> bool:
