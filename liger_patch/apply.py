@@ -178,8 +178,9 @@ def _choose_layers(
         restore_layers(model, names - before)
         raise ValueError(
             f"layers={layers!r}, but {type(model).__name__} has no {' and no '.join(lacking)} "
-            "layer that has a kernel. Its class must be Transformers' own, and have no hook of "
-            f"accelerate{''.join(NEEDS.get(name, '') for name in lacking)}"
+            "layer that has a kernel. Its class must be Transformers' own, or a subclass with "
+            "its forward and the ending of its name, and have no hook of accelerate"
+            f"{''.join(NEEDS.get(name, '') for name in lacking)}"
         )
     restore_layers(model, frozenset(LAYERS) - names)
     # not in a Transformers that is older than some rows: its layers have other classes

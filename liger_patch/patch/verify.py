@@ -227,6 +227,10 @@ def _largest(tensor: Tensor) -> float:
 LOSS_ROUNDINGS = 32  # eps of float32 between two sums of all losses
 TOKEN_ROUNDINGS = 4  # of logits and of a token's loss, that is near 0 perhaps
 SMALL = 1 << 20  # numbers of a buffer that is put back: a larger one is a weight
+HOOKS = (  # of the forward pass, and their options
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
 
 
 def compare_losses(
@@ -252,9 +256,7 @@ def compare_losses(
             return _loss_of(model, lambda: forward(trial, *_copied(args, kwargs)))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            if trial is own and not isinstance(error, RuntimeError):
-                raise  # the call's own error, say labels that are out of range
+        except Exception as error:  # an error of the call itself is raised by the call too
             return error
 
     settings = type(record.settings)(chunk_mib=record.chunk_mib)
@@ -267,7 +269,8 @@ def compare_losses(
     try:
         expected = None if why else loss_of(own)
         if isinstance(expected, Exception):
-            why = f"which raises {type(expected).__name__} with logits in a wider dtype"
+            error = f"{type(expected).__name__}: {expected}"
+            why = f"which raises without gradients or with logits in a wider dtype: {error}"
         if not isinstance(expected, Tensor):
             _note(record, why or "which its outputs do not hold")
             return
@@ -351,12 +354,16 @@ def _same_random_numbers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _same_state(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what a forward pass changes in its modules: running statistics, counters."""
+    """Put back what a forward pass changes in its modules: running statistics, counters, hooks that
+    remove themselves.
+    """
     buffers = [b for b in model.buffers() if b.numel() <= SMALL and not b.is_meta]
     before = [(b, b._version, b.clone()) for b in buffers]
     modules = list(model.modules())
     names = [dict(module._buffers) for module in modules]
     numbers = [_numbers_of(module) for module in modules]
+    held = [value for module in modules for name, value in vars(module).items() if name in HOOKS]
+    hooks = [(each, dict(each)) for each in held if each]
     try:
         yield
     finally:
@@ -368,6 +375,9 @@ def _same_state(model: PreTrainedModel) -> Iterator[None]:
             for name in _numbers_of(module).keys() - own_numbers.keys():
                 del vars(module)[name]  # the class has its own
             vars(module).update(own_numbers)
+        for each, own_hooks in hooks:
+            each.clear()
+            each.update(own_hooks)
 
 
 def _numbers_of(module: nn.Module) -> dict[str, Any]:
