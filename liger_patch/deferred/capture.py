@@ -120,8 +120,10 @@ def defer_head(stack: ExitStack, model: nn.Module, module: nn.Module, owner: Own
         hold = stack.enter_context(keeping_weight(model, module))
     linear: Any = nn.functional.linear
     if linear is not LINEAR and linear.__module__.startswith("deepspeed"):
-        for layer in _linear_layers(module):
-            _replace_forward(stack, layer, functools.partial(_linear_forward, layer))
+        for layer in module.modules():  # the head itself may be one
+            is_plain = type(layer).forward is FORWARD and "forward" not in vars(layer)
+            if is_plain and isinstance(layer, nn.Linear):
+                _replace_forward(stack, layer, functools.partial(_linear_forward, layer))
     # of a head that torch.compile has wrapped, run the module inside: a graph would compute the
     # product
     forward = module._modules.get("_orig_mod") or module.forward
@@ -165,12 +167,6 @@ def replace_attribute(stack: ExitStack, module: nn.Module, name: str, value: Any
     else:
         stack.callback(attributes.pop, name, None)
     attributes[name] = value
-
-
-def _linear_layers(head: nn.Module) -> list[nn.Linear]:
-    """Return the plain linear layers in a head; the head itself may be one."""
-    layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    return [m for m in layers if type(m).forward is FORWARD and "forward" not in vars(m)]
 
 
 def _linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -77,14 +77,6 @@ def summed_chunk_rows(
     return chunk_rows(tokens, row_bytes, rows * row_bytes), False
 
 
-def summed_chunk_bounds(
-    tokens: int, row_bytes: int, budget_bytes: int, wide_bytes: int
-) -> tuple[list[tuple[int, int]], bool]:
-    """Return (start, stop) of each chunk of ``summed_chunk_rows``, and whether to widen the sum."""
-    rows, widens = summed_chunk_rows(tokens, row_bytes, budget_bytes, wide_bytes)
-    return chunks_of(rows, tokens), widens
-
-
 def slices_of(x: Tensor, slice_tokens: int) -> list[tuple[int, int]]:
     """Return (start, stop) of each slice of x (..., H)."""
     return chunks_of(slice_tokens, math.prod(x.shape[:-1]))

@@ -88,8 +88,9 @@ class _LinearDistillation(torch.autograd.Function):
         factors: Tensor,  # (N,) of each token's loss, in the order of the compacted labels
         *inputs: Any,  # of the student's head, then of the teacher's, or its likeliest classes
     ) -> Tensor:
-        in_forward = config.chunks.has_gradients_in_forward(same_for_all=True)
-        wanted = config.chunks.wanted if in_forward else Wanted()
+        wanted = config.chunks.wanted
+        in_forward = wanted.in_forward(config.chunks.dtype, same_for_all=True)
+        wanted = wanted if in_forward else Wanted()
         losses, gradients = _run_chunks(config, inputs, factors, wanted)
         ctx.config, ctx.factors = replace(config, entropy_out=None), factors
         ctx.gradients = gradients if in_forward else None

@@ -86,7 +86,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head, options, labels = HeadInputs(*inputs), config.options, config.labels
         expected = _expected_upstream(config, row_weights)
-        in_forward = config.has_gradients_in_forward(same_for_all=same_gradient)
+        in_forward = config.wanted.in_forward(config.dtype, same_for_all=same_gradient)
         needs_rows = options.softcap is not None or config.shard is not None
         asked = outputs - {"log_probs"} - (set() if needs_rows else {"mean_logits"})
         wanted = config.wanted if in_forward else Wanted()

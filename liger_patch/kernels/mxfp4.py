@@ -74,7 +74,7 @@ def dequantized(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
         made = dtype if dtype in TRITON_DTYPES else torch.float32
         nested = powers, one, zero, ALL_BLOCKS
-        out = nf4.dequantized(packed, values, scales, nested, BLOCK, 0, 2 * packed.numel(), made)
+        out = nf4.dequantized(packed, values, scales, nested, BLOCK, 2 * packed.numel(), made)
         return out.view(shape).to(dtype)
     out = packed.new_empty(shape, dtype=dtype)
     pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)  # of each byte

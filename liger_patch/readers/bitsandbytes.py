@@ -54,17 +54,8 @@ class _Weight4bit(LayerWeight):
         if self._fits_kernel and not is_traced():
             from liger_patch.kernels.triton import nf4
 
-            numbers = nf4.dequantized(
-                self._packed,
-                self._code,
-                self._absmax,
-                self._nested,
-                self._blocksize,
-                0,
-                size,
-                self.dtype,
-            )
-            return numbers.view(self.shape)
+            stored = self._packed, self._code, self._absmax, self._nested, self._blocksize
+            return nf4.dequantized(*stored, size, self.dtype).view(self.shape)
         scales = self._absmax
         if self._nested is not None:
             code, absmax, offset, blocksize = self._nested

@@ -121,8 +121,7 @@ class ExpertAdapter(NamedTuple):
 
 def wraps_experts(module: nn.Module) -> bool:
     """Return True for PEFT's wrapper of a parameter (``target_parameters``)."""
-    wrapper = getattr(lora_layer, "ParamWrapper", None)  # PEFT 0.17 and newer
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, lora_layer.ParamWrapper)
 
 
 def expert_adapters(

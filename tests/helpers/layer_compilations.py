@@ -187,7 +187,7 @@ def nf4(target, dtype, blocksize, place, nested):
     warps = packed.TILE // 8 // target.warp_size if target.backend == "cuda" else 4
     width = min(blocksize, packed.TILE)
     given = {"BLOCKSIZE": blocksize, "NESTED_BLOCKSIZE": nested or 1, "WIDTH": width}
-    given |= {"ROWS": packed.TILE // width, "packed_ptr": "*u8", **each("start stop", place)}
+    given |= {"ROWS": packed.TILE // width, "packed_ptr": "*u8", **each("numbers", place)}
     given |= {"scales_ptr": "*u8" if nested else "*fp32"}
     given |= absent("nested_code_ptr nested_scales_ptr offset_ptr", unless=nested)
     return Case(dtype, given, warps)

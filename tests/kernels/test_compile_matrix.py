@@ -241,7 +241,7 @@ def test_scales_of_nf4_are_rounded_between_product_and_sum(monkeypatch):
     kernel, case = KERNELS["_nf4_kernel"], compilations(KERNELS["_nf4_kernel"], FULL)[0]
     monkeypatch.setattr(nf4, "_nf4_kernel", Launched())
     packed = torch.zeros(64, dtype=torch.uint8)
-    nf4.dequantized(packed, torch.ones(16), torch.ones(2), None, 64, 0, 128, torch.float32)
+    nf4.dequantized(packed, torch.ones(16), torch.ones(2), None, 64, 128, torch.float32)
     (launch,) = launches
     options = OPTIONS_OF["_nf4_kernel"]
     assert launch.items() >= options.items()

@@ -9,11 +9,10 @@ are dropped. For each chunk, where gradients are wanted:
     dX_c = G W,  dW += G^T X_c       two products; the first chunk writes dW, later ones add to it
 
 three matrix products of 2 n H V operations, two with a frozen head, one without gradients. A
-low-rank adapter on the head adds its own thin products to each of them; a quantized weight is
-dequantized a slice of classes at a time, for each product. Of a distributed vocabulary, each rank
-multiplies by its own rows: see ``row_sums``. Extra memory: the gradients themselves and C * V
-logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
-``summed_chunk_bounds``. Chunking: Liger-Kernel (arXiv:2410.10989).
+low-rank adapter on the head adds its own thin products to each of them. Of a distributed
+vocabulary, each rank multiplies by its own rows: see ``row_sums``. Extra memory: the gradients
+themselves and C * V logits. Rounding a 16-bit dW after each of many chunks would lose accuracy: see
+``summed_chunk_rows``. Chunking: Liger-Kernel (arXiv:2410.10989).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from liger_patch.kernels.chunk_sizes import (
     chunk_bounds,
     chunks_of,
     rows_before_count,
-    summed_chunk_bounds,
+    summed_chunk_rows,
 )
 from liger_patch.kernels.head.gradients import Gradients
 from liger_patch.kernels.head.inputs import (
@@ -85,10 +84,6 @@ class ChunkConfig:
     chunk_bytes: int
     shard: VocabShard | None = None
     hopper_kernels: bool | None = None
-
-    def has_gradients_in_forward(self, *, same_for_all: bool) -> bool:
-        """Return what ``Wanted.in_forward`` says of this call."""
-        return self.wanted.in_forward(self.dtype, same_for_all=same_for_all)
 
 
 class ChunkedResult(NamedTuple):
@@ -260,7 +255,7 @@ def loss_and_gradients(
     config: ChunkConfig, inputs: HeadInputs, factors: Tensor, reduction: str
 ) -> tuple[Tensor, list[Tensor | None] | None]:
     """Return the loss, (N,) or (), and its gradients where the forward pass can compute them."""
-    in_forward = config.has_gradients_in_forward(same_for_all=reduction != "none")
+    in_forward = config.wanted.in_forward(config.dtype, same_for_all=reduction != "none")
     result = run_chunks(config, inputs, factors, config.wanted if in_forward else Wanted())
     losses = result.losses * factors[: len(result.losses)]
     loss = config.labels.scatter(losses) if reduction == "none" else losses.sum()
@@ -326,5 +321,5 @@ def bounds_of(
     if not wanted.weight or weight.dtype.itemsize >= wide.itemsize:
         return chunk_bounds(n, row_bytes, config.chunk_bytes), weight.dtype
     wide_bytes = weight_rows * weight.shape[1] * wide.itemsize
-    bounds, widen = summed_chunk_bounds(n, row_bytes, config.chunk_bytes, wide_bytes)
-    return bounds, wide if widen else weight.dtype
+    rows, widens = summed_chunk_rows(n, row_bytes, config.chunk_bytes, wide_bytes)
+    return chunks_of(rows, n), wide if widens else weight.dtype

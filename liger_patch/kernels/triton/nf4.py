@@ -31,23 +31,22 @@ def _nf4_kernel(
     nested_code_ptr,  # (256,), None: the scales are as they are stored
     nested_scales_ptr,  # (ceil(blocks / NESTED_BLOCKSIZE),)
     offset_ptr,  # ()
-    out_ptr,  # (stop - start,)
-    start,
-    stop,
+    out_ptr,  # (numbers,)
+    numbers,
     BLOCKSIZE: tl.constexpr,
     NESTED_BLOCKSIZE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # a block, or an even part of one
 ):
-    """A tile (ROWS, WIDTH) per program; tiles count from the first number of the weight."""
-    tile = start // (ROWS * WIDTH) + tl.program_id(0).to(tl.int64)
+    """A tile (ROWS, WIDTH) per program."""
+    tile = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, ROWS)
     offsets = rows[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     place = tile * (ROWS * WIDTH // 2) + offsets
-    packed = tl.load(packed_ptr + place, mask=place < stop - stop // 2, other=0).to(tl.int32)
+    packed = tl.load(packed_ptr + place, mask=place < numbers - numbers // 2, other=0).to(tl.int32)
 
     number = (tile * ROWS + rows) * WIDTH
-    exists = number < stop
+    exists = number < numbers
     block = number // BLOCKSIZE
     scales = tl.load(scales_ptr + block, mask=exists, other=0)
     if nested_code_ptr is not None:
@@ -58,8 +57,7 @@ def _nf4_kernel(
     low = tl.load(code_ptr + (packed & 15)) * scales[:, None]
     offsets = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     place = tile * (ROWS * WIDTH) + offsets
-    mask = (place >= start) & (place < stop)
-    tl.store(out_ptr + (place - start), tl.interleave(high, low), mask=mask)
+    tl.store(out_ptr + place, tl.interleave(high, low), mask=place < numbers)
 
 
 def dequantized(
@@ -68,23 +66,21 @@ def dequantized(
     scales: Tensor,  # (ceil(numbers / blocksize),) float32, or uint8 if they are nested
     nested: tuple[Tensor, Tensor, Tensor, int] | None,
     blocksize: int,
-    start: int,
-    stop: int,
+    numbers: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return numbers ``start`` to ``stop`` of a weight, (stop - start,).
+    """Return the numbers of a weight, (numbers,).
 
     ``nested`` is what scales of 8 bits are made of: their code (256,), the scales of their blocks
     and the offset (), float32, and their blocksize. All tensors are contiguous and on one device;
-    0 <= start < stop; blocksizes are powers of two, ``blocksize`` from 2 on.
+    blocksizes are powers of two, ``blocksize`` from 2 on.
     """
-    out = torch.empty(stop - start, dtype=dtype, device=packed.device)
+    out = torch.empty(numbers, dtype=dtype, device=packed.device)
     nested_code, nested_scales, offset, nested_blocksize = nested or (None, None, None, 1)
     width = min(blocksize, TILE)
-    tiles = -(-stop // TILE) - start // TILE
     launch(
         _nf4_kernel,
-        (tiles,),
+        (-(-numbers // TILE),),
         packed,
         code,
         scales,
@@ -92,8 +88,7 @@ def dequantized(
         nested_scales,
         offset,
         out,
-        start,
-        stop,
+        numbers,
         BLOCKSIZE=blocksize,
         NESTED_BLOCKSIZE=nested_blocksize,
         ROWS=TILE // width,
