@@ -21,7 +21,6 @@ from liger_patch.kernels.backend import (
     LAYER_ADVICE,
     accumulation_dtype,
     check_backward,
-    check_plain_tensors,
     contiguous,
     contiguous_features,
     serves_triton,
@@ -145,51 +144,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None, None
 
 
-# what ``causal_conv`` computes, of arguments that fit and in the order of ``_causal_conv``'s
+# of x (B, T, C), weight (C, W) with its last column for the token itself, bias (C,) or None, the
+# ids >= 0 (B, T) of the rows' sequences or None, one of ACTIVATIONS: unchecked
 run_causal_conv = differentiable(_causal_conv, _save, _backward)
-
-
-def causal_conv(
-    x: Tensor,  # (B, T, C)
-    weight: Tensor,  # (C, W)
-    bias: Tensor | None = None,  # (C,)
-    *,
-    activation: str | None = None,
-    sequence_ids: Tensor | None = None,  # (B, T)
-) -> Tensor:
-    """Compute ``act(bias + sum of the last W tokens, each times its weight)``.
-
-    Args:
-        x: (B, T, C), of any strides.
-        weight: (C, W), the last column for the token itself.
-        activation: "silu", or None.
-        sequence_ids: integers >= 0, for rows of several sequences: one number for each.
-
-    Returns:
-        (B, T, C) of the dtype of x, contiguous.
-
-    Raises:
-        ValueError: what does not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    check_plain_tensors(x=x, weight=weight, bias=bias)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (B, T, C), got {x.dtype} {tuple(x.shape)}")
-    channels = x.shape[-1:]
-    width = weight.shape[1:] if weight.dim() == 2 and weight.shape[1] else (1,)
-    for name, tensor, shape in (("weight", weight, (*channels, *width)), ("bias", bias, channels)):
-        if tensor is None:
-            continue
-        if tensor.shape != shape or not tensor.is_floating_point():
-            given = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
-    if sequence_ids is not None:
-        is_integral = not (sequence_ids.is_floating_point() or sequence_ids.is_complex())
-        if sequence_ids.shape != x.shape[:2] or not is_integral:
-            given = f"{sequence_ids.dtype} {tuple(sequence_ids.shape)}"
-            raise ValueError(f"sequence_ids must be integers {tuple(x.shape[:2])}, got {given}")
-    return run_causal_conv(x, weight, bias, sequence_ids, activation)

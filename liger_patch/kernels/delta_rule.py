@@ -31,7 +31,6 @@ from liger_patch.kernels.backend import (
     TensorDescriptor,
     accumulation_dtype,
     check_backward,
-    check_plain_tensors,
     serves_triton,
     without_autocast,
 )
@@ -386,64 +385,7 @@ def _backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None, None, None
 
 
-# what ``gated_delta_rule`` computes, of arguments that fit and in the order of
-# ``_gated_delta_rule``'s
+# of q and k (B, T, H', K), which consecutive heads of v (B, T, H, V) share; g (B, T, H) <= 0, the
+# logarithms of what is left of the state; beta (B, T, H); the ids (B, T) of the rows' sequences
+# or None; the scale of q; whether q and k are divided by their lengths: unchecked
 run_gated_delta_rule = differentiable(_gated_delta_rule, _save, _backward)
-
-
-def gated_delta_rule(
-    q: Tensor,  # (B, T, H / groups, K)
-    k: Tensor,  # (B, T, H / groups, K)
-    v: Tensor,  # (B, T, H, V)
-    g: Tensor,  # (B, T, H)
-    beta: Tensor,  # (B, T, H)
-    *,
-    scale: float | None = None,
-    normalize: bool = False,
-    sequence_ids: Tensor | None = None,
-) -> Tensor:
-    """Compute the gated delta rule, from a state of zeros on.
-
-    Args:
-        q, k: (B, T, H', K), H' a divisor of H: consecutive heads of v share one of q and k.
-        v: (B, T, H, V).
-        g: (B, T, H), logarithms of what is left of the state, <= 0.
-        beta: (B, T, H), between 0 (the state stays) and 1 (v is what k reads then), up to 2.
-        scale: of q; by default 1 / sqrt(K).
-        normalize: whether q and k are divided by their lengths first.
-        sequence_ids: (B, T) integers, for rows of several sequences: one number for each.
-
-    Returns:
-        (B, T, H, V) of the dtype of q, contiguous.
-
-    Raises:
-        ValueError: what does not fit.
-        RuntimeError: in the backward pass, with ``create_graph=True``.
-    """
-    check_plain_tensors(q=q, k=k, v=v, g=g, beta=beta)
-    if q.dim() != 4 or not q.is_floating_point():
-        raise ValueError(f"q must be floating point (B, T, H, K), got {q.dtype} {tuple(q.shape)}")
-    if v.dim() != 4:
-        raise ValueError(f"v must be floating point (B, T, H, V), got {v.dtype} {tuple(v.shape)}")
-    batch, tokens, heads = v.shape[:3]
-    shapes = {
-        "k": (k, q.shape),
-        "v": (v, (*q.shape[:2], heads, *v.shape[3:])),
-        "g": (g, (batch, tokens, heads)),
-        "beta": (beta, (batch, tokens, heads)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape or not tensor.is_floating_point():
-            given = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name} must be floating point {tuple(shape)}, got {given}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} as q is, got {tensor.device}")
-    if not q.shape[2] or heads % q.shape[2]:
-        raise ValueError(f"v must have a multiple of q's {q.shape[2]} heads, got {heads}")
-    if sequence_ids is not None:
-        is_integral = not (sequence_ids.is_floating_point() or sequence_ids.is_complex())
-        if sequence_ids.shape != q.shape[:2] or not is_integral:
-            given = f"{sequence_ids.dtype} {tuple(sequence_ids.shape)}"
-            raise ValueError(f"sequence_ids must be integers {tuple(q.shape[:2])}, got {given}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run_gated_delta_rule(q, k, v, g, beta, sequence_ids, scale, normalize)

@@ -20,8 +20,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from liger_patch.kernels.backend import is_hopper
-from liger_patch.kernels.causal_conv import ACTIVATIONS, causal_conv
-from liger_patch.kernels.delta_rule import gated_delta_rule
+from liger_patch.kernels.causal_conv import ACTIVATIONS, run_causal_conv
+from liger_patch.kernels.delta_rule import run_gated_delta_rule
 from liger_patch.kernels.graphs import is_compiled_here
 from liger_patch.layers.checks import (
     is_left_to_model,
@@ -164,14 +164,23 @@ def _rule_or_own(own: Any) -> Callable[..., Any]:
         is_known = cu_seqlens is None or len(query) == 1
         if has_states or not is_known or needs_own_code(*tensors):
             return own(query, key, value, g=g, beta=beta, **options)
-        ids = options.get("seq_idx")
+        ids = _ids(options, query.shape[:2])
         if cu_seqlens is not None:
             place = torch.arange(query.shape[1], device=query.device)
             ids = torch.searchsorted(cu_seqlens.to(place.dtype), place, right=True)[None]
         normalize = options.get("use_qk_l2norm_in_kernel", False)
-        return gated_delta_rule(*tensors, normalize=normalize, sequence_ids=ids), None
+        return run_gated_delta_rule(*tensors, ids, query.shape[-1] ** -0.5, normalize), None
 
     return rule
+
+
+def _ids(options: dict[str, Any], shape: torch.Size) -> Tensor | None:
+    """Return ``seq_idx`` of a call, whoever calls the model; raise ValueError unless it fits."""
+    ids = options.get("seq_idx")
+    if ids is not None and (ids.shape != shape or ids.dtype not in (torch.int32, torch.int64)):
+        given = f"{ids.dtype} {tuple(ids.shape)}"
+        raise ValueError(f"seq_idx must be integers {tuple(shape)}, got {given}")
+    return ids
 
 
 def _conv_or_own(own: Any) -> Callable[..., Any]:
@@ -185,8 +194,8 @@ def _conv_or_own(own: Any) -> Callable[..., Any]:
     ) -> Tensor:
         if activation not in ACTIVATIONS or needs_own_code(hidden_states, weight, bias):
             return own(hidden_states, weight, bias, activation, **options)
-        how = {"activation": activation, "sequence_ids": options.get("seq_idx")}
-        return causal_conv(hidden_states.transpose(1, 2), weight, bias, **how).transpose(1, 2)
+        x = hidden_states.transpose(1, 2)
+        return run_causal_conv(x, weight, bias, _ids(options, x.shape[:2]), activation).mT
 
     return conv
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from liger_patch.kernels.backend import autocast_dtype
+from liger_patch.kernels.causal_conv import run_causal_conv
+from liger_patch.kernels.delta_rule import run_gated_delta_rule
 from liger_patch.kernels.expert_steps import Activation, ExpertProjection
 from liger_patch.kernels.experts import run_experts
 from liger_patch.kernels.gated import run_gated
@@ -49,6 +51,30 @@ def rms_norm(
 
 def gated(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     return run_gated(gate, up, activation)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    return run_causal_conv(x, weight, bias, sequence_ids, activation)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    normalize: bool = False,
+    sequence_ids: Tensor | None = None,
+) -> Tensor:
+    return run_gated_delta_rule(q, k, v, g, beta, sequence_ids, q.shape[-1] ** -0.5, normalize)
 
 
 def gated_mlp(

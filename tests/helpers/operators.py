@@ -16,15 +16,21 @@ import expert_cases
 import layer_checks
 import torch
 from distillation_ways import check_distillation, heads
-from layer_checks import gated, gated_mlp, gated_norm, lora_linears, rms_norm
+from layer_checks import (
+    causal_conv,
+    gated,
+    gated_delta_rule,
+    gated_mlp,
+    gated_norm,
+    lora_linears,
+    rms_norm,
+)
 from log_probs_ways import DIFFERENTIABLE, check_log_probs
 from lora_checks import eager_linears, eager_mlp, linears_inputs, mlp_inputs, of_tensors, tensors_of
 from three_ways import check_linear, check_logits, linear_inputs, logits_inputs, paired
 from torch import Tensor
 
-from liger_patch.kernels.causal_conv import causal_conv
 from liger_patch.kernels.cross_entropy import cross_entropy
-from liger_patch.kernels.delta_rule import gated_delta_rule
 from liger_patch.kernels.linear_cross_entropy import linear_cross_entropy
 from liger_patch.kernels.linear_distillation import linear_distillation
 from liger_patch.kernels.linear_log_probs import linear_log_probs

@@ -7,12 +7,10 @@ from functools import partial
 import pytest
 import torch
 from eager_layers import causal_conv as eager
-from layer_checks import check
+from layer_checks import causal_conv, check
 from slow_cases import slow_but
 from three_ways import DTYPES
 from torch import Tensor
-
-from liger_patch.kernels.causal_conv import causal_conv
 
 SHAPES = {  # of x; 32 and 128 tokens are a program's in the Triton form, 256 its channels
     "one token": (1, 1, 16),

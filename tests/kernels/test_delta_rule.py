@@ -10,13 +10,13 @@ from functools import partial
 import delta_cases
 import pytest
 import torch
-from layer_checks import check
+from layer_checks import check, gated_delta_rule
 from slow_cases import slow_but
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from liger_patch.kernels import delta_rule
-from liger_patch.kernels.delta_rule import CHUNK, L2_EPS, gated_delta_rule
+from liger_patch.kernels.delta_rule import CHUNK, L2_EPS
 
 TOKENS = {"one": 1, "less than a chunk": 37, "a chunk": CHUNK, "three chunks": 2 * CHUNK + 5}
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -42,7 +42,7 @@ def calls(record: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(delta_net, "_agree", lambda functions: True)
     names: list[str] = []
     for name in ("gated_delta_rule", "causal_conv"):
-        record(delta_net, name, lambda *_, own=name, **__: names.append(own))
+        record(delta_net, f"run_{name}", lambda *_, own=name, **__: names.append(own))
     return names
 
 
