@@ -106,40 +106,12 @@ def distillation_loss(
         "token_weight": token_weight,
         "num_items_in_batch": num_items_in_batch,
     }
-    returned, student, teacher = student, _before_ddp(student), _before_ddp(teacher)
     products = _products(student, teacher)
     if isinstance(products, str):
         _note(student, products)
-        return _of_real_logits(real(returned), real(teacher), beta=what.beta, **options)
+        return _of_real_logits(real(student), real(teacher), beta=what.beta, **options)
     deferred = cast(DeferredLogits, student)
-    loss = _fused(deferred, *products, beta=beta, chunk_mib=chunk_mib, **options)
-    return loss if returned is student else _Beside.apply(loss, returned)
-
-
-class _Beside(torch.autograd.Function):
-    """The loss, whose backward pass also runs the node of these logits, without a gradient."""
-
-    @staticmethod
-    def forward(ctx, loss: Tensor, logits: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        return grad_output, None
-
-
-def _before_ddp(logits: Tensor) -> Tensor:
-    """Return the logits that DistributedDataParallel has copied.
-
-    With parameters that may be unused, or in its first step with a static graph, it returns outputs
-    from a function of its own, whose backward pass starts a reduction and passes gradients on.
-    """
-    if isinstance(logits, DeferredLogits) and is_foreign(logits):
-        with torch._C.DisableTorchFunctionSubclass():
-            name = type(logits.grad_fn).__name__
-        if name == "_DDPSinkBackward" and isinstance(logits.parent, DeferredLogits):
-            return logits.parent
-    return logits
+    return _fused(deferred, *products, beta=beta, chunk_mib=chunk_mib, **options)
 
 
 def _logits_of(name: str, outputs: Any) -> Tensor:
@@ -180,7 +152,7 @@ def _product(logits: Tensor) -> HeadProduct | str:
     if not record.tested and record.compared is None:
         return f"{record.architecture} is not tested: call it with labels once, which compares it"
     if any(map(is_foreign, ancestry(logits))):
-        return "another autograd function has returned them, as DeepSpeed's ZeRO-3 does"
+        return "another autograd function has returned them (ZeRO-3, DDP with unused parameters)"
     product = read_record(logits)
     if product is None:
         return "they were read, or the model does more to them than a fused loss can follow"
