@@ -108,8 +108,8 @@ def apply_patch(
         record.replacements = replacements
         record.settings, record.layers, record.adapters = settings, asked, None
         record.unpacks = count_layers(target)["recurrent"]
-        record.checked, record.verified, record.compared = False, False, None
-        record.distrusted, record.differs = None, False
+        record.verified, record.compared, record.distrusted = False, None, None
+        record.differs = False
         _set_offload(record, checkpoint_offload)
         return model
     patched = type(target)

@@ -107,7 +107,6 @@ def patch_status(model: nn.Module) -> PatchStatus:
                 "LIGER_PATCH_RETURN_LOGITS",
                 {None: "unset", True: "1", False: "0"}[flags.return_logits()],
             ),
-            ("LIGER_PATCH_VERIFY", "1" if flags.verify() else "0 or unset"),
         ),
         architecture,
     )

@@ -133,7 +133,8 @@ def test_every_configuration_is_given_to_what_reads_it() -> None:
 
 
 def test_variables_in_the_documents_are_those_that_are_read() -> None:
-    texts = [document.read_text(encoding="utf-8") for document in DOCUMENTS]
+    documents = [each for each in DOCUMENTS if each.name != "CHANGELOG.md"]  # of those removed too
+    texts = [document.read_text(encoding="utf-8") for document in documents]
     named = {name for text in texts for name in re.findall(r"\bLIGER_PATCH_[A-Z_]+\b", text)}
     assert named == set(flags.NAMES)
 

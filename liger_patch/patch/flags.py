@@ -11,7 +11,6 @@ PREFIX = "LIGER_PATCH_"
 RETURN_LOGITS = "LIGER_PATCH_RETURN_LOGITS"
 NAMES = (
     RETURN_LOGITS,
-    "LIGER_PATCH_VERIFY",
     "LIGER_PATCH_STRICT",
     "LIGER_PATCH_CHUNK_MIB",
     "LIGER_PATCH_VERL",
@@ -38,11 +37,6 @@ def return_logits() -> bool | None:
     automatic.
     """
     return _switch(RETURN_LOGITS)
-
-
-def verify() -> bool:
-    """Return LIGER_PATCH_VERIFY: whether the first training step is checked."""
-    return bool(_switch("LIGER_PATCH_VERIFY"))
 
 
 def strict() -> bool:

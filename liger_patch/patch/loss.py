@@ -24,7 +24,7 @@ from liger_patch.layers.masked_attention import UsedTokens
 from liger_patch.patch.fallback import description
 from liger_patch.patch.labels import LOSS_WEIGHTS, ExpectedLabels, flat_targets
 from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
-from liger_patch.patch.verify import why_distrusted
+from liger_patch.patch.verify import note_rounding
 
 KNOWN = (DeferredLogits, DistributedLogits, Tensor, nn.Parameter)  # classes of logits
 
@@ -205,8 +205,8 @@ class ForwardPass:
             return Decision(
                 reason=f"{head} or the model does more to the logits than a fused loss can follow"
             )
-        reason = why_distrusted(self.record, logits, product, labels, **options)
-        return Decision(product) if reason is None else Decision(reason=reason)
+        note_rounding(self.record, logits, product, labels, **options)
+        return Decision(product)
 
     @runs_eagerly
     def cross_entropy(
@@ -252,8 +252,7 @@ class ForwardPass:
                 return NotImplemented
             options["label_smoothing"] = label_smoothing or settings.label_smoothing
             options["z_loss"] = settings.z_loss
-            if why_distrusted(self.record, input, product, target, **options) is not None:
-                return NotImplemented
+            note_rounding(self.record, input, product, target, **options)
             reduction = settings.reduction if reduction == "mean" else reduction
             self.done = True
             self.record.note(None)

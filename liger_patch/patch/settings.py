@@ -55,10 +55,9 @@ class PatchRecord:
         compared: for an architecture without a row, what its first call compared, in words, or why
             it did not; None before the first call with labels.
         verified: whether that loss agreed with the fused one.
-        checked: whether LIGER_PATCH_VERIFY has compared the fused operator at a training step.
-        distrusted: what one of these comparisons found wrong, in words: from then on, the model is
-            not fused. None where nothing was wrong.
-        differs: whether that is another loss or gradient. Otherwise nothing could be compared.
+        distrusted: what that comparison found wrong, in words: from then on, the model is not
+            fused. None where nothing was wrong.
+        differs: whether that is another loss. Otherwise nothing could be compared.
         replaced_forward: the ``forward`` that the instance itself had when it was patched (hooks of
             accelerate, TRL's head); None where it had none.
         passes_through: whether ``replaced_forward`` only calls the model's own forward, so that
@@ -82,7 +81,6 @@ class PatchRecord:
     architecture: str = ""
     compared: str | None = None
     verified: bool = False
-    checked: bool = False
     distrusted: str | None = None
     differs: bool = False
     replaced_forward: Callable[..., Any] | None = None

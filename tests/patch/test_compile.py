@@ -271,6 +271,8 @@ class Outputs(nn.Module):
 @EXPORTS
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_exported_program_has_the_ordinary_loss_and_logits(strict: bool) -> None:
+    if strict and not hasattr(torch.compiler, "_is_exporting_flag"):
+        pytest.skip("torch 2.6 does not say that it exports")
     model = Outputs(layers=not strict)  # a strict export has the model's own layers
     tokens = torch.export.Dim("tokens", min=4, max=64)
     ids = torch.randint(3, 90, (2, 12))

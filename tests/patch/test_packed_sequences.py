@@ -86,7 +86,6 @@ def ignored_by_another_number(samples: Any) -> dict[str, Any]:
     ("make", "flag"),
     [
         (positions_only, "LIGER_PATCH_RETURN_LOGITS"),
-        (positions_only, "LIGER_PATCH_VERIFY"),
         (shifted_by_the_collator, ""),
         (ignored_by_another_number, ""),
     ],

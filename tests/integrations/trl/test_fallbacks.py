@@ -28,7 +28,6 @@ from trl_models import (
 from unusual_heads import sharded
 
 from liger_patch import apply_patch, patch_status
-from liger_patch.patch import verify
 
 pytestmark = MARKS
 
@@ -119,19 +118,6 @@ def test_where_fusing_is_demanded_a_head_that_cannot_be_fused_is_an_error(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"LIGER_PATCH_RETURN_LOGITS=0 demands.*the head"):
             model(**batch, fused_lm_head=True)
-
-
-def test_a_model_that_verify_distrusts_is_left_to_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LIGER_PATCH_VERIFY", "1")
-    monkeypatch.setattr(verify, "disagreement", lambda *args, **options: "the kernel is broken")
-    trls = train(sft_trainer(tiny_model("gemma2"), tmp_path))
-    trainer = sft_trainer(apply_patch(tiny_model("gemma2"), layers=False), tmp_path, True)
-    with pytest.warns(UserWarning, match=f"{LEFT_TO_TRL}.*the kernel is broken"):
-        assert_same_bits(train(trainer), trls)
-    reason = patch_status(trainer.model).reason
-    assert reason == "LIGER_PATCH_VERIFY the kernel is broken"
 
 
 MODULES = ["q_proj", "lm_head"]
