@@ -93,7 +93,7 @@ def lora_summary(report: dict) -> str:
         ": forward and backward in bf16 under autocast, random weights, 40 % of the labels "
         "ignored, adapters of rank 16 in float32 on all linear layers but the head; medians, peak "
         f"memory with the weights. With {versions_of(report)}. Offloaded: the checkpoints wait in "
-        "host memory; rows without checkpointing have none."
+        "host memory; rows without checkpointing have none. Other empty cells: not in that run."
     )
     return document(report, cells_of("LoRA step, ms / GiB", rows, model_of), note)
 

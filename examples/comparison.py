@@ -102,19 +102,18 @@ def table(settings: Settings, runs: dict[str, Run], rows: list[Difference]) -> s
 
 
 def speed_lines(tokens: int, unpatched: list[float], patched: list[float]) -> list[str]:
-    """Tokens per second, median and quartiles of the steps; beside them, how much faster a patched
-    step is than the unpatched one before it.
+    """Tokens per second, median and quartiles of the steps; beside them, how much more the patched
+    ones are.
     """
-    before, after = np.array(unpatched), np.array(patched)
-    figures = [tokens / before, tokens / after, before / after - 1]
+    figures = [tokens / np.array(steps) for steps in (unpatched, patched)]
     lines = []
     for name, share in [
         ("tokens per second", 0.5),
         ("  lower quartile", 0.25),
         ("  upper quartile", 0.75),
     ]:
-        slow, fast, gain = (np.quantile(each, share) for each in figures)
-        lines.append(f"{name:24}{slow:12,.0f}{fast:12,.0f}{gain:+13.0%}")
+        slow, fast = (np.quantile(each, share) for each in figures)
+        lines.append(f"{name:24}{slow:12,.0f}{fast:12,.0f}{fast / slow - 1:+13.0%}")
     return lines
 
 

@@ -23,7 +23,7 @@ from liger_patch.layers.replace import count_layers
 from liger_patch.patch import flags
 from liger_patch.patch.adapters import follow_adapters
 from liger_patch.patch.fallback import class_name
-from liger_patch.patch.forward import record_of
+from liger_patch.patch.forward import leads_to_patch, record_of
 from liger_patch.patch.settings import LossSettings, PatchRecord
 from liger_patch.readers.wrapped_model import transformers_model
 
@@ -35,7 +35,8 @@ class PatchStatus:
     Attributes:
         patched: whether the model is patched.
         fused: whether its last loss was fused; None before the first call with labels.
-        reason: why its last loss was not fused; None if it was, or before the first call.
+        reason: why its last loss was not fused, or whose forward keeps calls from the patched one;
+            None if it was fused, or before the first call.
         rows: (name, value) of each line of the table.
         architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
             tested", "verified" once its loss was compared, "differs" where that found a
@@ -81,10 +82,15 @@ def patch_status(model: nn.Module) -> PatchStatus:
     if not isinstance(weight, Tensor):  # a method, where torch.ao has quantized the head
         weight = None
     other = record.fused_head_call
+    reason, forward = record.reason, vars(target).get("forward")
+    not_yet = "no call with labels yet"
+    if record.fused is None and forward is not None and not leads_to_patch(forward, type(target)):
+        reason = f"{getattr(forward, '__module__', forward)} has given the model another forward"
+        not_yet += f": {reason}"
     verdict = {
-        None: "no call with labels yet",
+        None: not_yet,
         True: "fused",
-        False: f"{'ordinary logits' if other is None else other.fallback_text}: {record.reason}",
+        False: f"{'ordinary logits' if other is None else other.fallback_text}: {reason}",
     }
     trains = weight is not None and weight.requires_grad
     counts = count_layers(target)
@@ -92,7 +98,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     return PatchStatus(
         True,
         record.fused,
-        record.reason,
+        reason,
         (
             *rows,
             ("patched", "yes"),

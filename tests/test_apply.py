@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -172,6 +173,17 @@ def test_the_status_in_a_notebook_is_a_table(model: Any) -> None:
     status = replace(patch_status(model), rows=(("head", "<Linear> & more"), ("patched", "no")))
     first, second = "<td>head</td><td>&lt;Linear&gt; &amp; more</td>", "<td>patched</td><td>no</td>"
     assert status._repr_html_() == f"<table><tr>{first}</tr><tr>{second}</tr></table>"
+
+
+def test_the_status_names_another_forward(model: Any) -> None:
+    """As ``use_liger_kernel=True`` gives one; not one that wraps the patched one."""
+    apply_patch(model)
+    model.forward = functools.wraps(model.forward)(lambda *args: None)
+    assert patch_status(model).reason is None
+    model.forward = lambda *args, **options: None
+    reason = f"{__name__} has given the model another forward"
+    assert patch_status(model).reason == reason
+    assert status_table(model)["last loss"] == f"no call with labels yet: {reason}"
 
 
 def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:

@@ -22,7 +22,8 @@ class LigerPatchCallback(transformers.TrainerCallback):
 
     Raises:
         ValueError, TypeError: as ``apply_patch`` does.
-        ValueError: beside ``use_liger_patch=True`` of TRL's trainers, which patches the model too.
+        ValueError: beside ``use_liger_patch=True`` of TRL's trainers, which patches the model too,
+            and ``use_liger_kernel=True``, which gives the model another forward.
         RuntimeError: at the beginning of training, if the model is not patched: the callback came
             too late (``trainer.add_callback``), or ``model_init`` has made another model since.
     """
@@ -31,11 +32,10 @@ class LigerPatchCallback(transformers.TrainerCallback):
         self.options = options
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if getattr(args, "use_liger_patch", False):
-            raise ValueError(
-                "LigerPatchCallback and use_liger_patch=True both patch the model: leave the "
-                "callback out"
-            )
+        for option, left_out in (("use_liger_patch", "the callback"), ("use_liger_kernel", "that")):
+            if getattr(args, option, False):
+                words = f"LigerPatchCallback and {option}=True both patch the model"
+                raise ValueError(f"{words}: leave {left_out} out")
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -22,7 +22,8 @@ from liger_patch.patch.settings import LOGITS_ASKED, PatchRecord
 LOSS_OUTSIDE = "the model was called without labels, and its logits were used in a loss. "
 IN_TRAINER = (
     "Give it labels; in Trainer, use apply_patch(label_smoothing=...) instead of "
-    "label_smoothing_factor; for TRL's trainers see liger_patch.integrations.trl"
+    "label_smoothing_factor, and the model's own loss instead of compute_loss_func; for TRL's "
+    "trainers see liger_patch.integrations.trl"
 )
 IN_TRL = "TRL has no fused loss with label_smoothing_factor or compute_loss_func"
 TRLS_HEAD = (

@@ -70,6 +70,14 @@ def test_a_model_that_is_made_anew_is_an_error(tmp_path: Path) -> None:
     assert patch_status(trainer.model).fused
 
 
+@pytest.mark.parametrize("option", ["use_liger_patch", "use_liger_kernel"])
+def test_a_callback_beside_another_patch_is_an_error(tmp_path: Path, option: str) -> None:
+    arguments = TrainingArguments(str(tmp_path), **QUIET)
+    setattr(arguments, option, True)
+    with pytest.raises(ValueError, match=f"{option}=True both patch the model"):
+        Trainer(model=tiny_model(), args=arguments, callbacks=[LigerPatchCallback()])
+
+
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Import an integration anew, with a stand-in for what its library lacks here."""
