@@ -152,7 +152,8 @@ def _product(logits: Tensor) -> HeadProduct | str:
     if not record.tested and record.compared is None:
         return f"{record.architecture} is not tested: call it with labels once, which compares it"
     if any(map(is_foreign, ancestry(logits))):
-        return "another autograd function has returned them (ZeRO-3, DDP with unused parameters)"
+        of = "ZeRO-3, DDP with unused parameters or a static graph"
+        return f"another autograd function has returned them ({of})"
     product = read_record(logits)
     if product is None:
         return "they were read, or the model does more to them than a fused loss can follow"

@@ -35,8 +35,8 @@ class PatchStatus:
     Attributes:
         patched: whether the model is patched.
         fused: whether its last loss was fused; None before the first call with labels.
-        reason: why its last loss was not fused, or whose forward keeps calls from the patched one;
-            None if it was fused, or before the first call.
+        reason: why its last loss was not fused, or which forward may keep calls from the patched
+            one; None if it was fused, or before the first call.
         rows: (name, value) of each line of the table.
         architecture: "tested"; or, without a row in the registry or with a forward of its own, "not
             tested", "verified" once its loss was compared, "differs" where that found a
@@ -85,7 +85,8 @@ def patch_status(model: nn.Module) -> PatchStatus:
     reason, forward = record.reason, vars(target).get("forward")
     not_yet = "no call with labels yet"
     if record.fused is None and forward is not None and not leads_to_patch(forward, type(target)):
-        reason = f"{getattr(forward, '__module__', forward)} has given the model another forward"
+        of = getattr(forward, "__module__", type(forward).__name__)
+        reason = f"the model has got another forward, of {of}, which may not call the patched one"
         not_yet += f": {reason}"
     verdict = {
         None: not_yet,

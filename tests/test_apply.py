@@ -180,8 +180,10 @@ def test_the_status_names_another_forward(model: Any) -> None:
     apply_patch(model)
     model.forward = functools.wraps(model.forward)(lambda *args: None)
     assert patch_status(model).reason is None
+    model.forward = functools.partial(model.forward)
+    assert patch_status(model).reason is None
     model.forward = lambda *args, **options: None
-    reason = f"{__name__} has given the model another forward"
+    reason = f"the model has got another forward, of {__name__}, which may not call the patched one"
     assert patch_status(model).reason == reason
     assert status_table(model)["last loss"] == f"no call with labels yet: {reason}"
 

@@ -23,7 +23,7 @@ class LigerPatchCallback(transformers.TrainerCallback):
     Raises:
         ValueError, TypeError: as ``apply_patch`` does.
         ValueError: beside ``use_liger_patch=True`` of TRL's trainers, which patches the model too,
-            and ``use_liger_kernel=True``, which gives the model another forward.
+            and ``use_liger_kernel=True``, which gives most models a forward of Liger-Kernel's.
         RuntimeError: at the beginning of training, if the model is not patched: the callback came
             too late (``trainer.add_callback``), or ``model_init`` has made another model since.
     """
@@ -32,10 +32,10 @@ class LigerPatchCallback(transformers.TrainerCallback):
         self.options = options
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for option, left_out in (("use_liger_patch", "the callback"), ("use_liger_kernel", "that")):
+        for option in ("use_liger_patch", "use_liger_kernel"):
             if getattr(args, option, False):
                 words = f"LigerPatchCallback and {option}=True both patch the model"
-                raise ValueError(f"{words}: leave {left_out} out")
+                raise ValueError(f"{words}: leave one of them out")
         apply_patch(kwargs["model"], **self.options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -205,7 +205,8 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
         forward = getattr(forward, "__func__", forward)
         if forward in (patched.forward, inspect.unwrap(patched.forward)):
             return True
-        forward = getattr(forward, "__wrapped__", None)
+        # accelerate's hooks are partials that wrap a forward; others may be plain ones of it
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "func", None)
     return False
 
 
@@ -253,9 +254,14 @@ def _forward_with_loss(
         else:
             kwargs = {**kwargs, "labels": labels}
     named = {**named, "labels": labels}
-    return _deferred_forward(
-        model, record, inner, args, kwargs, named, weights, leaks, return_logits
-    )
+    try:
+        return _deferred_forward(
+            model, record, inner, args, kwargs, named, weights, leaks, return_logits
+        )
+    except Exception:
+        if not record.verified:  # what could not be compared may be this call alone
+            record.compared = None
+        raise
 
 
 def _deferred_forward(

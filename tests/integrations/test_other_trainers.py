@@ -71,11 +71,10 @@ def test_a_model_that_is_made_anew_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["use_liger_patch", "use_liger_kernel"])
-def test_a_callback_beside_another_patch_is_an_error(tmp_path: Path, option: str) -> None:
-    arguments = TrainingArguments(str(tmp_path), **QUIET)
-    setattr(arguments, option, True)
+def test_a_callback_beside_another_patch_is_an_error(option: str) -> None:
+    how = SimpleNamespace(**{option: True}), None, None
     with pytest.raises(ValueError, match=f"{option}=True both patch the model"):
-        Trainer(model=tiny_model(), args=arguments, callbacks=[LigerPatchCallback()])
+        LigerPatchCallback().on_init_end(*how, model=tiny_model())
 
 
 @pytest.fixture

@@ -338,18 +338,53 @@ def test_a_hook_that_needs_gradients_runs_in_the_call() -> None:
     assert_same_step(ours, eager)
 
 
-def test_a_hook_that_removes_itself_runs_in_the_call() -> None:
-    def once(_: nn.Module, __: object, states: Tensor) -> Tensor:
-        handle.remove()
+class Registers(Tomorrow):
+    """Registers a hook at its first call, and keeps the handle."""
+
+    handle = None
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        if self.handle is None:
+            self.handle = self.model.norm.register_forward_hook(lambda *args: 3 * args[2])
+        return super().forward(input_ids, labels, attention_mask)
+
+
+class Unregisters(Tomorrow):
+    """Has a hook that removes itself."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.handle = self.model.norm.register_forward_hook(self.once)
+
+    def once(self, _: nn.Module, __: object, states: Tensor) -> Tensor:
+        self.handle.remove()
         return 3 * states
 
+
+@pytest.mark.parametrize("cls", [Registers, Unregisters])
+@pytest.mark.parametrize("hooks", [0, 1])
+def test_hooks_come_and_go_in_the_call(cls: Any, hooks: int) -> None:
     losses = []
     for patched in (False, True):
-        model = make_model(Tomorrow)
-        handle = model.model.norm.register_forward_hook(once)
+        model = make_model(cls)
+        for _ in range(hooks):  # another one on the same module
+            model.model.norm.register_forward_hook(lambda *args: args[2] + 1)
         if patched:
             apply_patch(model)
         batch = tiny_batch(model)
         losses.append([training_step(model, batch)[0]["loss"] for _ in range(2)])
-    assert patch_status(model).fused
+    assert patch_status(model).architecture == "verified"
     torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_a_call_that_fails_is_not_the_one_that_is_compared() -> None:
+    model = apply_patch(make_model(Tomorrow))
+    batch = tiny_batch(model)
+    wrong = {**batch, "labels": torch.full_like(batch["labels"], 10**6)}
+    with (
+        pytest.warns(UserWarning, match="was not compared"),
+        pytest.raises(Exception, match="1000000"),
+    ):
+        call(model, wrong)
+    training_step(model, batch)
+    assert patch_status(model).architecture == "verified"
