@@ -228,7 +228,8 @@ def _forward_with_loss(
     """
     return_logits = flags.return_logits()
     labels = named["labels"]
-    if not record.tested and _is_to_be_compared(model, record, labels, return_logits):
+    compares = not record.tested and _is_to_be_compared(model, record, labels, return_logits)
+    if compares:
 
         def forward(trial: TrialRecord, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _deferred_forward(model, trial, inner, args, kwargs, {}, None, None, None)
@@ -259,7 +260,7 @@ def _forward_with_loss(
             model, record, inner, args, kwargs, named, weights, leaks, return_logits
         )
     except Exception:
-        if not record.verified:  # what could not be compared may be this call alone
+        if compares and not record.verified:  # what could not be compared may be this call alone
             record.compared = None
         raise
 

@@ -38,26 +38,24 @@ HOOKS = (  # and their options
 )
 
 
-def note_rounding(record: PatchRecord, *of_loss: Any, **options: Any) -> None:
-    """Note what one rounding may do to the fused loss of a trial: see ``_loss_rounding``."""
-    if isinstance(record, TrialRecord):
-        record.rounding = max(record.rounding, _loss_rounding(*of_loss, **options))
-
-
-def _loss_rounding(
+def note_rounding(
+    record: PatchRecord,
     logits: DeferredLogits,  # (N, V)
     product: HeadProduct,
     labels: Tensor,  # (N,)
     *,
     ignore_index: int = -100,
     **_: Any,
-) -> float:
-    """Return what one rounding may do to the mean loss of a slice: an eps of float32, to which
-    losses cast their logits, and of each logit the eps of the narrowest dtype that it has had.
+) -> None:
+    """Note in the record of a trial what one rounding may do to the mean loss of a slice: an eps of
+    float32, to which losses cast their logits, and of each logit the eps of the narrowest dtype
+    that it has had.
     """
+    if not isinstance(record, TrialRecord) or is_dtensor(product.weight):
+        return
     chosen = (labels != ignore_index).nonzero()[:TOKENS, 0]
-    if is_dtensor(product.weight) or len(chosen) == 0:
-        return 0.0
+    if len(chosen) == 0:
+        return
 
     def rows(states: Tensor) -> Tensor:
         return states.reshape(-1, states.shape[-1])[chosen]
@@ -71,7 +69,8 @@ def _loss_rounding(
         z = reference.head_logits(*head)
         z = reference.scaled_and_capped(z, product.logit_scale, product.softcap)
     dlogits = z.softmax(-1).scatter_add(-1, labels[chosen, None], -torch.ones_like(z[:, :1]))
-    return torch.finfo(torch.float32).eps + eps * (dlogits * z).abs().sum(-1).mean().item()
+    rounding = torch.finfo(torch.float32).eps + eps * (dlogits * z).abs().sum(-1).mean().item()
+    record.rounding = max(record.rounding, rounding)
 
 
 def compare_losses(
