@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +186,16 @@ def test_the_status_names_another_forward(model: Any) -> None:
     reason = f"the model has got another forward, of {__name__}, which may not call the patched one"
     assert patch_status(model).reason == reason
     assert status_table(model)["last loss"] == f"no call with labels yet: {reason}"
+
+
+def test_a_forward_of_liger_kernel_is_warned_of(model: Any) -> None:
+    def lce_forward(self: Any, **inputs: Any) -> None: ...
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    apply_patch(model)
+    with pytest.warns(UserWarning, match="leaves the loss to Liger-Kernel: .*use_liger_kernel"):
+        model.forward = MethodType(lce_forward, model)
+    assert patch_status(model).fused is False
 
 
 def test_the_status_before_and_after_a_fused_loss(model: Any) -> None:

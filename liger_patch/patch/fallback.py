@@ -31,6 +31,10 @@ TRLS_HEAD = (
     "liger_patch.integrations with use_liger_patch=True, or give TRL's an unpatched model and call "
     "apply_trl_patch(trainer.model)"
 )
+LIGERS = (
+    "Liger-Kernel has replaced the forward of a model that was patched before. Leave out "
+    "use_liger_kernel=True of the Trainer's arguments"
+)
 
 
 def _own(module: ModuleType, name: str) -> Any:
@@ -132,9 +136,11 @@ def note_loss_outside(record: PatchRecord, outputs: Any) -> None:
 
 
 def note_other_forward(record: PatchRecord, forward: object) -> None:
-    """Note that a trainer of TRL gives the model a forward with a head of its own, which does not
-    call the patched one.
+    """Note that a trainer gives the model a forward with TRL's or Liger-Kernel's head, which does
+    not call the patched one.
     """
     function = getattr(forward, "__func__", None)
     if "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {}):
         record.note(TRLS_HEAD, "leaves the head to TRL")
+    elif str(getattr(function, "__module__", None)).startswith("liger_kernel."):
+        record.note(LIGERS, "leaves the loss to Liger-Kernel")
