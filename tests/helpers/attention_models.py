@@ -23,7 +23,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from liger_patch.kernels import attention, reference, segments
+from liger_patch.kernels import attention, segments
 from liger_patch.layers import masked_attention, masks, unpadded
 from liger_patch.layers.masked_attention import DeferredMask
 
@@ -121,9 +121,11 @@ class Calls:
 
         def flash(query, key, value, found, scale=None) -> Tensor:
             self.flash.append(found)
-            if served:
-                return truths.segment_attention(query, key, value, found, scale).contiguous()
-            return attention.segment_attention(query, key, value, found, scale)
+            compute = truths.segment_attention if served else attention.segment_attention
+            return compute(query, key, value, found, scale).contiguous()
+
+        def with_sinks(query, key, value, sinks, found, scale) -> Tensor:
+            return truths.segment_attention(query, key, value, found, scale, sinks).contiguous()
 
         def counted(*states: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
             self.own.append(attn_mask is not None)
@@ -150,7 +152,7 @@ class Calls:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
         monkeypatch.setattr(masked_attention, "SDPA", counted)
         if served:
-            monkeypatch.setattr(masked_attention, "sink_attention", _sink_attention)
+            monkeypatch.setattr(masked_attention, "sink_attention", with_sinks)
             monkeypatch.setattr(masked_attention, "serves_flash_attention", lambda *_: True)
             monkeypatch.setattr(unpadded, "has_lse_of_tokens", lambda: True)
             for name in ("flash_forward", "flash_backward"):
@@ -158,20 +160,6 @@ class Calls:
             for module in (masks, unpadded):
                 monkeypatch.setattr(module, "may_serve_flash_attention", lambda *_: True)
             monkeypatch.setattr(masks, "LEAST_NUMBERS", 1)
-
-
-def _sink_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, found: Any, scale: float | None
-) -> Tensor:
-    """The sinks are the scores of one more key, whose value is 0."""
-    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    seen = reference.segment_mask(found, len(query), query.shape[2], query.device)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    sink = sinks.view(1, heads, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-    shares = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    return (shares @ value).transpose(1, 2).contiguous()
 
 
 def rows_of(model: Any) -> list[torch.Size]:

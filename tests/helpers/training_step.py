@@ -197,12 +197,10 @@ def assert_same_step(ours: Step, truth: Step) -> None:
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
-def assert_right(
-    ours: Step, eager: Step, truth: Step, dtype: torch.dtype = torch.float32, *, eps: int = 1
-) -> None:
+def assert_right(ours: Step, eager: Step, truth: Step, dtype: torch.dtype = torch.float32) -> None:
     """A step is no worse than eager's, all numbers together."""
     truth, eager, ours = joined(truth, eager, ours)
-    assert_no_worse(ours, eager, truth, dtype, eps=eps)
+    assert_no_worse(ours, eager, truth, dtype)
 
 
 def assert_fused(model: Any) -> None:

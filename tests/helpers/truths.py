@@ -69,14 +69,21 @@ def segment_attention(
     value: Tensor,
     segments: Segments,
     scale: float | None = None,
+    sinks: Tensor | None = None,  # (num_heads,)
 ) -> Tensor:
-    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment."""
+    """Return the attention (B, T, num_heads, D) of each query to the keys of its segment. Sinks are
+    the scores of one more key, whose value is 0.
+    """
     mask = segment_mask(segments, len(query), query.shape[2], query.device)
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~mask[:, None], float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    if sinks is not None:
+        sink = sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    shares = scores.softmax(-1)[..., : key.shape[2]]
+    return (shares @ value).transpose(1, 2)
 
 
 def gated_delta_rule(

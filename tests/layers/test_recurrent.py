@@ -88,9 +88,6 @@ def rows_of(lengths: list[list[int]], length: int) -> tuple[PackedRows, Tensor]:
     return packed_rows(starts, kept), kept
 
 
-# --- packed equals separate -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("packing", slow_but([two_rows], [positions_only, two_rows]))
 @pytest.mark.parametrize(
     "row", slow_but([r for r in PACKABLE if r.model_type not in AROUND], PACKABLE), ids=model_type
@@ -186,9 +183,6 @@ def test_what_kernels_ask_for_is_taken_without_them(name: str) -> None:
         truth = truth_of(model, samples)
         with patched(model):
             torch.testing.assert_close(step(model, flattened_for_kernels(samples)), truth)
-
-
-# --- what runs ------------------------------------------------------------------------------------
 
 
 def batches_of(model: nn.Module) -> list[tuple[int, int]]:
@@ -313,9 +307,6 @@ def test_generation_is_eagers(name: str) -> None:
     expected = model.generate(**batch, **options)
     apply_patch(model)
     assert torch.equal(model.generate(**batch, **options), expected)
-
-
-# --- kernels --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", [("chunk", "conv"), ("chunk",), ("conv",), ()], ids=str)
