@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import training_step
-from lora_models import LAYER, WAYS, Calls, batch_of, peft
-from lora_models import training_step as lora_step
+from lora_models import peft
 from torch import Tensor, nn
-from training_step import assert_right, with_checkpoints
-
-from liger_patch import apply_patch, patch_status
-from liger_patch.layers.lora import not_plain
+from training_step import with_checkpoints
 
 
 def step(model: Any, *, autocast: bool = False) -> dict[str, Tensor]:
@@ -55,25 +48,3 @@ def assert_close(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
     for name, value in truth.items():
         scale = value.abs().max().item()
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5 * scale + 1e-9)
-
-
-def check_lora_step(
-    eager: Any, in_float64: Callable[[Any], Any], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step of LoRA on kernels is no worse than PEFT's.
-
-    Args:
-        in_float64: returns the same model with the quantized weights written out.
-        way: of WAYS, in whose dtype the model is.
-    """
-    dtype, _, autocast = WAYS[way]
-    model, batch, calls = apply_patch(copy.deepcopy(eager)), batch_of(eager), Calls(monkeypatch)
-    theirs = lora_step(eager, batch, autocast=autocast)
-    calls.clear()
-    ours = lora_step(model, batch, autocast=autocast)
-    assert calls.taken(model) == (LAYER * 2, [])
-    assert not_plain(model) == {}
-    assert (patch_status(model).fused, patch_status(model).reason) == (True, None)
-    assert_right(
-        ours, theirs, lora_step(in_float64(eager), batch), torch.bfloat16 if autocast else dtype
-    )

@@ -7,18 +7,19 @@ Where PEFT is not installed, importing this skips the test file that imports it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import ROWS, Batch, tiny_batch, tiny_model
 from torch import Tensor, nn
-from training_step import Step, assert_same_step, step
+from training_step import Step, assert_fused, assert_right, assert_same_step, step
 
 from liger_patch import apply_patch
 from liger_patch.layers import experts
 from liger_patch.layers.checks import layers_of
+from liger_patch.layers.lora import not_plain
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -80,12 +81,6 @@ def with_adapters(base: Any, parameters: Collection[str] = BOTH, **options: Any)
     return adapted(base=base, **options)
 
 
-def pair(kind: str = QWEN, **options: Any) -> tuple[Any, Any, Any]:
-    """Two models in float64, the second of them patched, and a batch."""
-    eager = with_adapters(tiny_model(ROWS[kind]).double(), **options)
-    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
-
-
 def training_step(model: Any, batch: Any, *, autocast: bool = False) -> Step:
     """The loss, and the gradients of the adapters by name."""
     found = step(model.train(), batch, autocast=autocast)
@@ -96,10 +91,19 @@ def batch_of(model: Any) -> Batch:
     return tiny_batch(model.get_base_model())
 
 
+def beside(eager: Any) -> tuple[Any, Any, Batch]:
+    """Return the model, a patched copy, and a batch."""
+    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
+
+
 def copies(**options: Any) -> tuple[Any, Any, Batch]:
     """Return two models in float64, the second of them patched, and a batch."""
-    eager = adapted(base=tiny_model(ROWS["llama"]).double(), **options)
-    return eager, apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    return beside(adapted(base=tiny_model(ROWS["llama"]).double(), **options))
+
+
+def pair(kind: str = QWEN, **options: Any) -> tuple[Any, Any, Batch]:
+    """The same of a mixture with adapters on its experts."""
+    return beside(with_adapters(tiny_model(ROWS[kind]).double(), **options))
 
 
 def assert_same(ours: Any, eager: Any, batch: Batch) -> None:
@@ -176,3 +180,32 @@ class Calls:
     def clear(self) -> None:
         self._on_kernels.clear()
         self._by_peft.clear()
+
+
+def check_precision(
+    eager: Any,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    in_float64: Callable[[Any], Any] = lambda model: copy.deepcopy(model).double(),
+) -> None:
+    """A step of LoRA on kernels is no worse than PEFT's.
+
+    Args:
+        way: of WAYS, in whose dtypes the model is.
+        in_float64: returns the same model; of a quantized one with the weights written out.
+    """
+    dtype, _, autocast = WAYS[way]
+    (eager, model, batch), calls = beside(eager), Calls(monkeypatch)
+    theirs = training_step(eager, batch, autocast=autocast)
+    calls.clear()
+    ours = training_step(model, batch, autocast=autocast)
+    groups, by_peft = calls.taken(model)
+    if way == "float32 adapters without autocast":  # PEFT casts x for each
+        assert (groups, len(by_peft)) == ([], 14)
+    else:
+        assert (groups, by_peft) == (LAYER * 2, [])
+        assert not_plain(model) == {}
+    assert_fused(model)
+    assert ours["loss"].dtype == theirs["loss"].dtype
+    truth = training_step(in_float64(eager), batch)
+    assert_right(ours, theirs, truth, torch.bfloat16 if autocast else dtype)

@@ -18,6 +18,7 @@ from lora_models import (
     WAYS,
     assert_same,
     batch_of,
+    beside,
     experts_of,
     pair,
     peft,
@@ -74,8 +75,7 @@ def test_adapters_of_every_architecture(row: registry.Architecture, runs: Runs) 
 
 
 def check_adapters(base: Any, runs: Runs) -> None:
-    eager = with_adapters(base)
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(with_adapters(base))
     names = experts_of(model)
     assert f"{len(names)} experts" in str(patch_status(model))
     assert "PEFT's own forward" not in str(patch_status(model))
@@ -128,9 +128,8 @@ def test_options_of_an_adapter(options: dict[str, Any], kind: str, runs: Runs) -
 def test_every_precision_is_no_worse_than_eager(way: str, kind: str, runs: Runs) -> None:
     dtype, wide_adapters, autocast = WAYS[way]
     base = tiny_model(kind, dtype=dtype)
-    eager_model = with_adapters(base, wide_adapters=wide_adapters)
-    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
-    model = apply_patch(copy.deepcopy(eager_model))
+    eager_model, model, batch = beside(with_adapters(base, wide_adapters=wide_adapters))
+    wide = copy.deepcopy(eager_model).double()
     eager, ours = (training_step(m, batch, autocast=autocast) for m in (eager_model, model))
     assert ours["loss"].dtype == eager["loss"].dtype
     assert runs(model, batch) == [(True, True)] * 2
@@ -264,10 +263,8 @@ def slices(monkeypatch: pytest.MonkeyPatch, record: Callable[..., list[Any]]) ->
 @pytest.mark.parametrize("kind", [QWEN, GPT])
 def test_long_rows_in_slices(kind: str, reentrant: bool, slices: list[int | None]) -> None:
     """Routers choose the same experts: the loss of both is that of eager."""
-    base = tiny_model(kind)
-    eager_model = with_adapters(base)
-    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
-    model = apply_patch(copy.deepcopy(eager_model))
+    eager_model, model, batch = beside(with_adapters(tiny_model(kind)))
+    wide = copy.deepcopy(eager_model).double()
     eager, truth = (training_step(each, batch) for each in (eager_model, wide))
     with_checkpoints(model, reentrant)
     assert_right(training_step(model, batch), eager, truth)

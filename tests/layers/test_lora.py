@@ -26,6 +26,8 @@ from lora_models import (
     adapted,
     assert_same,
     batch_of,
+    beside,
+    check_precision,
     copies,
     first,
     lora_layers,
@@ -62,8 +64,7 @@ def test_projections_of_one_input_are_one_function(
     """And PEFT's own forwards do not run."""
     names, groups = TARGETS[targets]
     base = tiny_model(model_type).double()
-    eager = adapted(base=base, target_modules=list(names))
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(adapted(base=base, target_modules=list(names)))
     layers = base.config.num_hidden_layers
     assert count_layers(model)["lora"] == len(names) * layers
     status = str(patch_status(model))
@@ -92,17 +93,16 @@ def test_projections_of_linear_attention_are_one_function(
     base = tiny_model(model_type)
     net = next(n for n, m in base.named_modules() if type(m).__name__.endswith("GatedDeltaNet"))
     names = [f"{net}.{name}" for name in (*siblings, *out)]
-    eager = adapted(base=base, target_modules=names)
-    wide, model = copy.deepcopy(eager).double(), apply_patch(copy.deepcopy(eager))
-    batch = batch_of(eager)
+    eager, model, batch = beside(adapted(base=base, target_modules=names))
+    wide = copy.deepcopy(eager).double()
     assert_right(*(training_step(each, batch) for each in (model, eager, wide)))
     assert calls.of_step(model, batch) == ([siblings, out], [])
 
 
 def test_a_projection_that_is_split_behind_runs_singly(calls: Calls) -> None:
     names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    eager = adapted(base=tiny_model("phi3").double(), target_modules=list(names))
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    base = tiny_model("phi3").double()
+    eager, model, batch = beside(adapted(base=base, target_modules=list(names)))
     assert_same(model, eager, batch)
     assert calls.of_step(model, batch) == ([(name,) for name in names] * 2, [])
 
@@ -175,21 +175,12 @@ def test_an_exception_within_an_attention_leaves_nothing_behind(calls: Calls) ->
 @pytest.mark.filterwarnings("ignore:liger_patch. PEFT.s own forward runs")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_every_precision_is_no_worse_than_eager(model_type: str, way: str, calls: Calls) -> None:
-    dtype, wide_adapters, autocast = WAYS[way]
-    eager_model = adapted(model_type, dtype=dtype, wide_adapters=wide_adapters)
-    batch, wide = batch_of(eager_model), copy.deepcopy(eager_model).double()
-    model = apply_patch(copy.deepcopy(eager_model))
-    eager = training_step(eager_model, batch, autocast=autocast)
-    calls.clear()
-    ours = training_step(model, batch, autocast=autocast)
-    groups, by_peft = calls.taken(model)
-    if way == "float32 adapters without autocast":  # PEFT casts x for each
-        assert (groups, len(by_peft)) == ([], 14)
-    else:
-        assert (groups, by_peft) == (LAYER * 2, [])
-    assert ours["loss"].dtype == eager["loss"].dtype
-    assert_right(ours, eager, training_step(wide, batch), dtype if not autocast else torch.bfloat16)
+def test_every_precision_is_no_worse_than_eager(
+    model_type: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, wide_adapters, _ = WAYS[way]
+    eager = adapted(model_type, dtype=dtype, wide_adapters=wide_adapters)
+    check_precision(eager, way, monkeypatch)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -230,11 +221,11 @@ def test_adapters_that_are_frozen_in_turn_get_no_gradient() -> None:
 
 
 def test_bases_that_train_and_have_a_bias(calls: Calls) -> None:
-    eager, _, batch = copies()
+    eager = adapted(base=tiny_model().double())
     for name, layer in lora_layers(eager).items():
         if name.endswith(("q_proj", "down_proj")):
             layer.base_layer.bias = nn.Parameter(torch.ones(layer.out_features).double())
-    model = apply_patch(copy.deepcopy(eager))
+    eager, model, batch = beside(eager)
     assert_same(model, eager, batch)
     assert calls.of_step(model, batch) == (LAYER * 2, [])
     assert_same_step(*(step(each.requires_grad_(), batch) for each in (model, eager)))

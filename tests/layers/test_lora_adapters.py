@@ -21,6 +21,7 @@ from lora_models import (
     adapted,
     assert_same,
     batch_of,
+    beside,
     copies,
     first,
     lora_layers,
@@ -203,8 +204,8 @@ if hasattr(peft.tuners.lora.config, "BdLoraConfig"):  # from PEFT 0.19 on
 def test_every_call_asks_which_layers_are_plain(name: str, calls: Calls) -> None:
     """And the status says why the others are not."""
     case = CASES[name]
-    eager = adapted(base=tiny_model(), **case.options).double()  # decompositions are in float32
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    # decompositions are in float32
+    eager, model, batch = beside(adapted(base=tiny_model(), **case.options).double())
     training_step(model, batch)
     for each in (eager, model):
         case.change(each)
@@ -278,8 +279,7 @@ def test_swaps_of_a_model_that_is_prepared_for_them() -> None:
 
 
 def test_autocast_between_steps() -> None:
-    eager = adapted()
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(adapted())
     truth = training_step(copy.deepcopy(eager).double(), batch)
     for autocast in (True, False, True, False):
         steps = (training_step(each, batch, autocast=autocast) for each in (model, eager))

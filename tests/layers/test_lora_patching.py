@@ -24,6 +24,7 @@ from lora_models import (
     adapted,
     assert_same,
     batch_of,
+    beside,
     copies,
     first,
     lora_layers,
@@ -264,8 +265,7 @@ def test_other_tuners_and_modules(name: str) -> None:
     kind, options, counted, others = OTHERS[name]
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
     torch.manual_seed(1)
-    eager = peft.get_peft_model(tiny_model().double(), config)
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(peft.get_peft_model(tiny_model().double(), config))
     assert count_layers(model)["lora"] == counted
     assert not_plain(model) == others
     for reason, count in others.items():
@@ -299,8 +299,7 @@ def test_bases_without_a_weight() -> None:
     config = peft.LoraConfig(target_modules=[*ALL, "lm_head"], init_lora_weights=False)
     config._register_custom_module({PackedLinear: peft.tuners.lora.Linear})
     torch.manual_seed(1)
-    eager: Any = peft.get_peft_model(base, config).double()
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(peft.get_peft_model(base, config).double())
     assert not_plain(model) == {"the base is a PackedLinear": 14}
     assert_same(model, eager, batch)
     assert not_plain(model) == {"the base is a PackedLinear": 14}
@@ -310,8 +309,7 @@ def test_bases_without_a_weight() -> None:
 @pytest.mark.usefixtures("nothing_is_compiled")
 @pytest.mark.slow
 def test_a_compiled_model_runs_peft_s_own_layers() -> None:
-    eager = adapted()
-    model, batch = apply_patch(copy.deepcopy(eager)), batch_of(eager)
+    eager, model, batch = beside(adapted())
     wide = copy.deepcopy(eager).double()
     graphs = Graphs("aot_eager")
     loss = torch.compile(model, backend=graphs)(**batch).loss

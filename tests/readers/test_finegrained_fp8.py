@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from dequantized_steps import check_lora_step
 from layer_weights import assert_rows_are, read
-from lora_models import MARKS, ROWS, WAYS, adapted
+from lora_models import MARKS, ROWS, WAYS, adapted, check_precision
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers.integrations import finegrained_fp8 as fp8
@@ -93,7 +92,7 @@ def test_a_step_is_that_of_the_dequantized_weights(
 ) -> None:
     """PEFT would make 16-bit adapters FP8."""
     monkeypatch.setattr(fp8, "fp8_linear", product)
-    check_lora_step(quantized(BLOCKS[name], WAYS[way][0]), in_float64, way, monkeypatch)
+    check_precision(quantized(BLOCKS[name], WAYS[way][0]), way, monkeypatch, in_float64)
 
 
 def test_a_model_that_was_not_called_counts_as_under_autocast() -> None:

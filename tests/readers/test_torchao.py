@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dequantized_steps import check_lora_step
 from layer_weights import assert_rows_are, read
-from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, training_step
+from lora_models import MARKS, ROWS, WAYS, adapted, batch_of, check_precision, training_step
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -81,8 +80,7 @@ def test_a_step_is_that_of_the_dequantized_weights(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, adapters, _ = WAYS[way]
-    eager = quantized(name, dtype, adapters=adapters)
-    check_lora_step(eager, in_float64, way, monkeypatch)
+    check_precision(quantized(name, dtype, adapters=adapters), way, monkeypatch, in_float64)
 
 
 def test_no_dense_weight_waits_for_the_backward_pass() -> None:
