@@ -98,6 +98,11 @@ def make_batch(kind: str) -> dict[str, Tensor]:
     return batch
 
 
+def configured(**values: Any) -> Any:
+    """A change of a model's configuration, as tables of cases have it."""
+    return lambda model, _: model.config.update(values)
+
+
 def causal_mask(kept: Tensor) -> Tensor:
     """Return (B, 1, T, T) bool: a caller's own mask of tokens (B, T) that are no padding."""
     place = torch.arange(TOKENS)

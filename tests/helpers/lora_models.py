@@ -117,6 +117,11 @@ def replaced(module: Any) -> None:
     module.forward = lambda *args, **options: 2 * forward(*args, **options)
 
 
+def unmerged(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
 def first(model: nn.Module, name: str) -> Any:
     """The first decoder layer's module of that name."""
     named = model.named_modules()

@@ -260,7 +260,7 @@ IMAGES: dict[str, Form] = {
         pixel_values=pixels(SEQUENCES, 3),
         pixel_attention_mask=first([2] * SEQUENCES, 3),
     ),
-    "kimi_k25": square_patches,
+    **each("kimi_k25 paddleocr_vl", square_patches),
     "kosmos-2.5": patches_with_places,
     # patches of each image, padded, with the shapes of the images
     "lfm2_vl": fixed(
@@ -275,12 +275,10 @@ IMAGES: dict[str, Form] = {
         tiles(batch_num_images=torch.ones(2, dtype=torch.long)), 2 * 4 + 1
     ),
     "minicpm_ocr": one_row(2),
-    "minicpmv4_6": one_row(4),
-    "minicpmv4_7": one_row(4),
+    **each("minicpmv4_6 minicpmv4_7", one_row(4)),
     "mllama": cross_attended,
     # one image for each sequence, between tokens that the tower embeds too
     "ovis2": fixed(images(SIDE**2), pixel_values=pixels(SEQUENCES)),
-    "paddleocr_vl": square_patches,
     # a whole image and two crops beside each other, pooled; newlines and a separator
     "phi4_multimodal": fixed(
         images(POOLED * (2 * POOLED + 1) + 1 + POOLED * (POOLED + 1)),
@@ -356,7 +354,7 @@ def diffused(config: Any) -> Media:
 
 
 SOUND: dict[str, Form] = {
-    "audioflamingo3": spectrograms(8, 5),
+    **each("audioflamingo3 musicflamingo", spectrograms(8, 5)),
     "gemma3n": frames_first(8, 8),
     "gemma4": frames_first(8, 5, mel_bins=8),
     "gemma4_unified": embedded,
@@ -374,7 +372,6 @@ SOUND: dict[str, Form] = {
     "moss_transcribe_diarize": spectrograms(
         4, 3, padding_mask=torch.ones(N, FRAMES, dtype=torch.long)
     ),
-    "musicflamingo": spectrograms(8, 5),
     "phi4_multimodal": fixed(
         sounds(4, 3),
         audio_input_features=randn(N, FRAMES, MEL_BINS),
@@ -382,8 +379,7 @@ SOUND: dict[str, Form] = {
         audio_attention_mask=first([FRAMES, SHORT] * SEQUENCES, FRAMES),
     ),
     "pop2piano": without_text,
-    "qwen2_5_omni_thinker": spectrograms(8, 5, mask="feature_attention_mask"),
-    "qwen2_audio": spectrograms(8, 5, mask="feature_attention_mask"),
+    **each("qwen2_5_omni_thinker qwen2_audio", spectrograms(8, 5, mask="feature_attention_mask")),
     "qwen3_asr": spectrograms(13, 8, frames=100, short=60),
     "qwen3_omni_moe_thinker": spectrograms(4, 3, mask="feature_attention_mask"),
     "vibevoice": diffused,

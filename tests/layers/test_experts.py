@@ -23,6 +23,7 @@ from lora_models import (
     pair,
     peft,
     training_step,
+    unmerged,
     with_adapters,
 )
 from rows import every_row, model_type
@@ -153,11 +154,6 @@ def switched(model: Any) -> None:
 def both_active(model: Any) -> None:
     second(model)
     model.base_model.set_adapter(["default", "second"])
-
-
-def unmerged(model: Any) -> None:
-    model.merge_adapter()
-    model.unmerge_adapter()
 
 
 def hooked(model: Any) -> None:

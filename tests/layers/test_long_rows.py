@@ -131,23 +131,20 @@ def selective(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["no checkpoints", "selective checkpoints", "save_on_cpu"])
-def test_what_runs_at_once(kind: str, runs: list[int]) -> None:
+@pytest.mark.parametrize(
+    "kind", ["no checkpoints", "selective checkpoints", "save_on_cpu", "short rows"]
+)
+def test_what_runs_at_once(kind: str, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What other hooks of saved tensors hold is not computed again."""
     model = apply_patch(tiny_model().train())
+    batch, size = tiny_batch(model), model.config.intermediate_size
     if kind == "selective checkpoints":
         selective(model)
+    if kind == "short rows":
+        with_checkpoints(model, False)
+        monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 4 * size * batch["input_ids"].numel())
     with save_on_cpu() if kind == "save_on_cpu" else nullcontext():
-        model(**tiny_batch(model)).loss.backward()
-    assert not runs
-
-
-def test_short_rows_run_at_once(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = apply_patch(with_checkpoints(tiny_model(), False))
-    batch = tiny_batch(model)
-    size = model.config.intermediate_size
-    monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 5 * 4 * size * batch["input_ids"].numel())
-    model(**batch).loss.backward()
+        model(**batch).loss.backward()
     assert not runs
 
 

@@ -126,29 +126,20 @@ def test_threads_have_siblings_of_their_own(calls: Calls) -> None:
     model = apply_patch(adapted())
     batch = batch_of(model)
     expected = model(**batch).loss
-    losses: list[Tensor] = []
 
-    def run() -> None:
-        for _ in range(5):
-            losses.append(model(**batch).loss.detach())
+    def run(_: int) -> list[Tensor]:
+        return [model(**batch).loss for _ in range(5)]
 
     with ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(run) for _ in range(4)]:
-            future.result()
-    assert len(losses) == 20
-    assert all(torch.equal(loss, expected) for loss in losses)
-
-
-def doubles_in_place(module: nn.Module, args: Any) -> None:
-    args[0].mul_(2)
+        losses = list(pool.map(run, range(4)))
+    assert all(torch.equal(loss, expected) for each in losses for loss in each)
 
 
 def test_an_input_that_a_hook_changes_in_place() -> None:
     """Between two projections that are computed together."""
     eager, model, batch = copies()
     for each in (eager, model):
-        layer = first(each, "v_proj")
-        layer.register_forward_pre_hook(doubles_in_place)
+        first(each, "v_proj").register_forward_pre_hook(lambda _, args: args[0].mul_(2))
     with torch.no_grad():
         expected, loss = (each(**batch).loss for each in (eager, model))
     torch.testing.assert_close(loss.float(), expected.float())

@@ -28,6 +28,7 @@ from lora_models import (
     peft,
     replaced,
     training_step,
+    unmerged,
 )
 from peft.utils import hotswap
 from slow_cases import slow_but
@@ -62,11 +63,6 @@ def exchanged(model: Any) -> None:
     """Another adapter of the same name, of other layers."""
     model.delete_adapter("default")
     added(model, "default", target_modules=list(ALL)).set_adapter("default")
-
-
-def unmerged(model: Any) -> None:
-    model.merge_adapter()
-    model.unmerge_adapter()
 
 
 def of_all(change: Callable[[Any], object]) -> Callable[[Any], object]:

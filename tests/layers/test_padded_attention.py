@@ -15,6 +15,7 @@ from attention_models import (
     WARNINGS,
     Calls,
     causal_mask,
+    configured,
     make_batch,
     make_model,
 )
@@ -80,10 +81,6 @@ def _labelled(token: int, kept: Callable[[Tensor, int], Tensor], label: int) -> 
     return change
 
 
-def _configured(**values: Any) -> Any:
-    return lambda model, batch: model.config.update(values)
-
-
 def _untested(model: Any, batch: dict[str, Any]) -> None:
     record: Any = record_of(model)
     record.tested, record.compared = False, "before"
@@ -96,10 +93,10 @@ USES_OF_PADDING: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "no labels": lambda _, batch: batch.pop("labels"),
     "own logits": lambda *_: None,
     "not tested": _untested,
-    "a router": _configured(output_router_logits=0.1),
+    "a router": configured(output_router_logits=0.1),
     "a router, asked for": lambda _, batch: batch.update(output_router_logits=True),
     "hidden states": lambda _, batch: batch.update(output_hidden_states=True),
-    "logits in the loss": _configured(z_loss_coefficient=0.1),
+    "logits in the loss": configured(z_loss_coefficient=0.1),
     "several devices": lambda model, _: setattr(
         model, "hf_device_map", {"model": "cpu", "lm_head": "meta"}
     ),

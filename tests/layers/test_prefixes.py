@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import SIZES, WARNINGS, Calls, make_model, rows_of
+from attention_models import SIZES, WARNINGS, Calls, configured, make_model, rows_of
 from attention_models import served_calls as served_calls
 from rows import every_row
 from rows import model_type as row_name
@@ -105,16 +105,13 @@ def test_autocast_to_16_bits_is_no_worse(model_type: str, calls: Calls) -> None:
     assert shapes[0][1] < int(batch["attention_mask"].sum())
 
 
-def _windows(model: Any, _: pytest.MonkeyPatch) -> None:
-    model.config.sliding_window = 12
-    model.config.layer_types = ["sliding_attention"] * 2
-
-
 ALONE: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "dropout": lambda model, _: setattr(model.model.layers[0].mlp, "drop", nn.Dropout(0.1)),
-    "dropout by the configuration": lambda model, _: setattr(model.config, "resid_pdrop", 0.1),
-    "noise of a router": lambda model, _: setattr(model.config, "router_jitter_noise", 0.1),
-    "a window that hides tokens": _windows,
+    "dropout by the configuration": configured(resid_pdrop=0.1),
+    "noise of a router": configured(router_jitter_noise=0.1),
+    "a window that hides tokens": configured(
+        sliding_window=12, layer_types=["sliding_attention"] * 2
+    ),
     "a padded log-sum-exp, as of torch 2.6": lambda _, patch: patch.setattr(
         unpadded, "has_lse_of_tokens", lambda: False
     ),

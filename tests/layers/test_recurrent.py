@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import pickle
 import sys
 import types
@@ -327,14 +326,10 @@ def test_kernels_that_keep_sequences_apart_get_one_row(
 
     def rule(query, key, value, g, beta, use_qk_l2norm_in_kernel, cu_seqlens=None):
         shapes.append(tuple(query.shape[:2]))
-        ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        parts = (
-            [each[:, begin:end] for each in (query, key, value)]
-            + [{"g": g[:, begin:end], "beta": beta[:, begin:end]}]
-            for begin, end in itertools.pairwise(ends)
-        )
+        lengths = [query.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        parts = zip(*(each.split(lengths, 1) for each in (query, key, value, g, beta)), strict=True)
         options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return torch.cat([own_rule(*x, **gates, **options)[0] for *x, gates in parts], 1), None
+        return torch.cat([own_rule(*part, **options)[0] for part in parts], 1), None
 
     def convolution(hidden_states, weight, bias, activation, seq_idx=None):
         if seq_idx is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import CONFIGS, SIZES, WARNINGS, Calls, make_model, rows_of
+from attention_models import CONFIGS, SIZES, WARNINGS, Calls, configured, make_model, rows_of
 from attention_models import served_calls as served_calls
 from rows import IS_NEWEST, every_row
 from rows import model_type as row_name
@@ -178,10 +178,6 @@ def _with(**values: Any) -> Any:
     return lambda model, batch: batch.update(values)
 
 
-def _configured(**values: Any) -> Any:
-    return lambda model, batch: model.config.update(values)
-
-
 KEPT: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "noise of NEFTune": lambda model, _: setattr(
         model.get_input_embeddings(), "neftune_noise_alpha", 5.0
@@ -201,18 +197,18 @@ KEPT: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "queries scaled by position": lambda model, _: model.config.rope_parameters.update(
         llama_4_scaling_beta=0.1
     ),
-    "a cache by the configuration": _configured(use_cache=True),
+    "a cache by the configuration": configured(use_cache=True),
     "values of another size": lambda model, _: setattr(
         model.model.layers[0].self_attn, "v_head_dim", 4
     ),
     "a compiled layer": lambda model, _: model.model.layers[0].compile(backend="eager"),
     "eager attention": lambda model, _: model.set_attn_implementation("eager"),
-    "chunks": _configured(layer_types=["chunked_attention"] * 2),
-    "layers of an unknown kind": _configured(layer_types=["linear"] * 2),
-    "keys of an index": _configured(layer_types=["full_attention", "indexed_attention"]),
-    "blocks of keys": _configured(layer_types=["full_attention", "minimax_m3_sparse"]),
-    "a softcap": _configured(attn_logit_softcapping=30.0),
-    "attention to both sides": _configured(is_causal=False),
+    "chunks": configured(layer_types=["chunked_attention"] * 2),
+    "layers of an unknown kind": configured(layer_types=["linear"] * 2),
+    "keys of an index": configured(layer_types=["full_attention", "indexed_attention"]),
+    "blocks of keys": configured(layer_types=["full_attention", "minimax_m3_sparse"]),
+    "a softcap": configured(attn_logit_softcapping=30.0),
+    "attention to both sides": configured(is_causal=False),
     "no padding": _with(**make_batch([(0, 40)] * 3)),
     "no mask": _with(attention_mask=None),
     "embeddings": lambda model, batch: batch.update(
