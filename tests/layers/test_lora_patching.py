@@ -158,17 +158,6 @@ def test_states_without_gradients(state: str, kind: str) -> None:
         revert_patch(base)
 
 
-@of_both_kinds
-def test_adapters_that_a_context_disables(kind: str) -> None:
-    eager, model, batch = KINDS[kind]()
-    before = training_step(model, batch)["loss"]
-    with eager.disable_adapter(), model.disable_adapter():
-        truth, ours = (call(each, batch).loss for each in (eager, model))
-    assert_no_worse({"": ours}, {"": truth}, {"": truth}, torch.float32)
-    assert not torch.equal(ours, before)  # type: ignore[arg-type]
-    assert_same(model, eager, batch)
-
-
 @pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
 @pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")
 def test_a_wrapper_around_a_wrapper_is_named() -> None:
