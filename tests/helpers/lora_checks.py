@@ -186,16 +186,6 @@ def assert_dropped(masks: Sequence[Tensor], rates: Sequence[float]) -> None:
         assert abs(mask.double().mean().item() - (1 - rate)) < 5 * deviation
 
 
-class Wide(QuantizedWeight):
-    """In float64."""
-
-    def __init__(self, weight: Any) -> None:
-        self._weight, self.shape = weight, weight.shape
-
-    def dequantized(self) -> Tensor:
-        return self._weight.dequantized().double()
-
-
 def tensors_of(x: Tensor, parts: Sequence[LoraProjection]) -> dict[str, Tensor]:
     """By name, "x" first."""
     fields = [(i, part, name) for i, part in enumerate(parts) for name in FIELDS]
@@ -252,7 +242,7 @@ def check(
     """Hold ours to the rule; return our results. ``how`` as of ``layer_checks.check``."""
     tensors = tensors_of(x, parts)
     dtype = torch.bfloat16 if autocast and x.dtype != torch.float64 else x.dtype
-    wide = [p if isinstance(p.weight, Tensor) else p._replace(weight=Wide(p.weight)) for p in parts]
+    wide = [each._replace(weight=dense(each.weight).double()) for each in parts]
     return layer_checks.check(
         of_tensors(ours, parts),
         of_tensors(eager, parts),
