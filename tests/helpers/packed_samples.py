@@ -42,9 +42,6 @@ def tensors(sample: Sample) -> dict[str, Tensor]:
     return {name: torch.tensor([values]) for name, values in sample.items()}
 
 
-# --- ways to bring several sequences to a model ---------------------------------------------------
-
-
 def positions_only(samples: list[Sample]) -> dict[str, Any]:
     """One row, and labels that nobody has masked at the boundaries."""
     lengths = [len(s["input_ids"]) for s in samples]

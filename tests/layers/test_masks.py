@@ -31,9 +31,6 @@ from liger_patch.layers import masked_attention, masks
 from liger_patch.layers.masked_attention import DeferredMask, UsedTokens
 
 pytestmark = WARNINGS
-DYNAMO_WARNING = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor"
-)
 TOKENS = 512
 
 
@@ -166,7 +163,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], type]] = {  # of a layer, and th
 }
 
 
-@DYNAMO_WARNING
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 @pytest.mark.parametrize("name", CHANGES)
 def test_masks_are_real_where_a_compiled_or_replaced_forward_is_given_them(
     name: str, calls: Calls
