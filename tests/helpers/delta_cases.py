@@ -1,7 +1,5 @@
 """Arguments of gated delta rules, and what Transformers' models compute of them."""
 
-from __future__ import annotations
-
 import torch
 import truths
 from torch import Tensor

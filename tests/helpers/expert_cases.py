@@ -2,8 +2,6 @@
 compute of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ the same dtypes, measured against float64.
 A gradient is named by its projection's place and field: "0.weight", "1.a".
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Calls of the losses, with their options, whose truth is the same call outside of a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

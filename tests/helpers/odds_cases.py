@@ -4,8 +4,6 @@ Odds are computed in bf16 on Hopper, and in float32 under Triton's interpreter, 
 bf16. Where Triton is not installed, importing this skips the test file that imports it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

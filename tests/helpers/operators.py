@@ -2,8 +2,6 @@
 property that operators share, and to views of its inputs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Run once for each process of the group. Exits with an error unless losses, log-p
 gradients obey the rule of ``three_ways`` and every rank has the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

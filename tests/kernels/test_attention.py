@@ -2,8 +2,6 @@
 of which no value is taken; with a prefix it is that over all keys, in two parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -48,7 +46,7 @@ def with_gradients(call: Callable[..., Tensor], given: list[Tensor], dy: Tensor)
     return {"y": y, **dict(zip(NAMES, gradients, strict=False))}
 
 
-def test_the_gradient_of_sinks_is_a_sum_over_rows() -> None:
+def test_the_gradient_of_sinks_is_a_sum_over_rows():
     dy, y = torch.randn(2, 2, 7, 3, 4, dtype=torch.float64)
     lse, sinks = torch.randn(2, 7, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     rows = [gradient_of_sinks(*row, sinks) for row in zip(dy, y, lse, strict=True)]
@@ -71,7 +69,7 @@ def _plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_plain_flash")
 @pytest.mark.parametrize("starts", [[0], [0, 3, 4]])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_sinks_are_exact_in_float64(groups: int, starts: list[int]) -> None:
+def test_sinks_are_exact_in_float64(groups, starts):
     states = inputs(7, 4, 8)
     states[1:3] = [each[:, ::groups].contiguous() for each in states[1:3]]
     segments = sink_segments(7, None, starts, "cpu")
@@ -87,9 +85,7 @@ def test_sinks_are_exact_in_float64(groups: int, starts: list[int]) -> None:
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("starts", [[0], [0, 30, 101]])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_flash_attention_with_sinks_is_no_worse(
-    groups: int, starts: list[int], window: int | None, dtype: torch.dtype
-) -> None:
+def test_flash_attention_with_sinks_is_no_worse(groups, starts, window, dtype):
     tokens, size = 130, 64
     states = inputs(tokens, 8, size, "cuda")
     states[1:3] = [each[:, ::groups] for each in states[1:3]]
@@ -152,7 +148,7 @@ def results(call, states: list[Tensor], segments: Segments, scale: float | None)
     return with_gradients(lambda *each: call(*each, segments, scale), states, dy)
 
 
-def test_the_reference_shows_a_prefix_to_its_group() -> None:
+def test_the_reference_shows_a_prefix_to_its_group():
     segments = make_segments([(2, [1, 2])], [1])
     expected = torch.tensor(
         [
@@ -171,7 +167,7 @@ def test_the_reference_shows_a_prefix_to_its_group() -> None:
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_two_parts_are_exact_in_float64(rows: tuple, key_heads: int, scale: float | None) -> None:
+def test_two_parts_are_exact_in_float64(rows, key_heads, scale):
     segments = make_segments(*rows)
     states = make_states(segments, 4, key_heads, 8)
     found = results(prefix_attention, states, segments, scale)
@@ -183,7 +179,7 @@ def test_two_parts_are_exact_in_float64(rows: tuple, key_heads: int, scale: floa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("key_heads", [8, 2])
-def test_two_flash_attentions_are_no_worse(key_heads: int, size: int, dtype: torch.dtype) -> None:
+def test_two_flash_attentions_are_no_worse(key_heads, size, dtype):
     segments = make_segments([(150, [70, 300, 1]), (17, [33, 129])], [200, 1], "cuda")
     states = make_states(segments, 8, key_heads, size, "cuda")
     low = [each.to(dtype) for each in states]

@@ -1,7 +1,5 @@
 """Causal convolutions: results and every gradient against float64, no worse than PyTorch's."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

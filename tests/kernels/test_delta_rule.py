@@ -2,8 +2,6 @@
 in float64, no worse than chunks in float32, rounded once, that autograd differentiates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -2,8 +2,6 @@
 experts whose weights hold the adapters.
 """
 
-from __future__ import annotations
-
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -47,14 +45,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         list(product(FORMS, ADAPTERS, [False, True])),
     ),
 )
-def test_every_form_and_adapter(form: str, adapters: str, bias: bool, device: torch.device) -> None:
+def test_every_form_and_adapter(form, adapters, bias, device):
     tensors = inputs(TOKENS, ranks=ADAPTERS[adapters], bias=bias)
     for dtype in (torch.float16, torch.float64):
         check(cast(tensors, dtype, device), FORMS[form])
 
 
 @pytest.mark.parametrize(("first", "last"), slow_but([(1, 24)], [(1, 24), (24, 4), (16, 32)]))
-def test_any_rank(first: int, last: int, device: torch.device) -> None:
+def test_any_rank(first, last, device):
     tensors = inputs(TOKENS, ranks=(first, last))
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         eps = 2 if dtype == torch.float32 else 1  # eager's sums of a GPU may be exact by luck
@@ -64,9 +62,7 @@ def test_any_rank(first: int, last: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("slots", slow_but([1, 5], [1, 2, 5, 8]))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_any_number_of_experts_a_token(
-    dtype: torch.dtype, slots: int, device: torch.device
-) -> None:
+def test_any_number_of_experts_a_token(dtype, slots, device):
     check(cast(inputs(TOKENS, slots, count=9, bias=True), dtype, device), FORMS["clamped"])
 
 
@@ -87,9 +83,7 @@ COUNTS = {  # of rows: one expert has all, a tile is full, one row more, many ti
         list(product(COUNTS.values(), [False, True])),
     ),
 )
-def test_any_share_of_the_rows(
-    counts: list[int], is_transposed: bool, device: torch.device
-) -> None:
+def test_any_share_of_the_rows(counts, is_transposed, device):
     tokens = sum(counts)
     tensors = inputs(tokens, 1, count=3, is_transposed=is_transposed)
     order = torch.randperm(tokens)
@@ -106,14 +100,14 @@ def test_any_share_of_the_rows(
         [("silu", 17), ("clamped, interleaved, shifted", 49)],
     ),
 )
-def test_slices(form: str, tokens: int, device: torch.device) -> None:
+def test_slices(form, tokens, device):
     """Gradients of parameters are sums over the slices."""
     tensors = inputs(TOKENS, bias=True)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         check(cast(tensors, dtype, device), FORMS[form], slice_tokens=tokens)
 
 
-def test_slices_keep_x_and_its_routing_alone(quick_device: torch.device, kept: list[Any]) -> None:
+def test_slices_keep_x_and_its_routing_alone(quick_device, kept):
     tensors = cast(inputs(TOKENS, bias=True), torch.float16, quick_device)
     leaves = {n: v if n == "index" else v.requires_grad_() for n, v in tensors.items()}
     y = calls(slice_tokens=7)[0](**leaves)
@@ -124,9 +118,7 @@ def test_slices_keep_x_and_its_routing_alone(quick_device: torch.device, kept: l
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("tokens", "slots", "count"), [(1, 1, 1), (1500, 3, 5), (9, 8, 512)])
-def test_the_order_is_a_stable_sort(
-    tokens: int, slots: int, count: int, device: torch.device
-) -> None:
+def test_the_order_is_a_stable_sort(tokens, slots, count, device):
     index = torch.randint(count, (tokens, slots))
     order = expert_steps.order_of(index.to(device), count)
     offsets, ordered, places = (each.cpu().long() for each in order[1:4])
@@ -136,14 +128,14 @@ def test_the_order_is_a_stable_sort(
 
 
 @pytest.mark.parametrize("expert", [0, 4])
-def test_an_expert_twice_for_one_token(expert: int, device: torch.device) -> None:
+def test_an_expert_twice_for_one_token(expert, device):
     tensors = inputs(TOKENS, 3)
     tensors["index"] = torch.full_like(tensors["index"], expert)
     check(cast(tensors, torch.float64, device))
 
 
 @pytest.mark.parametrize("limit", [0.3, 0.9])
-def test_many_features_are_clamped(limit: float, device: torch.device) -> None:
+def test_many_features_are_clamped(limit, device):
     """In float64, where none is a rounding away from the limit."""
     for shift, is_interleaved in ((0.0, False), (1.0, True)):
         form = Activation("clamped", 1.702, limit, shift, is_interleaved)
@@ -151,7 +143,7 @@ def test_many_features_are_clamped(limit: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.float64])
-def test_routing_weights_of_a_wider_dtype(weights: torch.dtype, device: torch.device) -> None:
+def test_routing_weights_of_a_wider_dtype(weights, device):
     """As most routers compute them; their gradient has it too."""
     tensors = cast(inputs(TOKENS, bias=True), torch.float16, device)
     check(tensors | {"weights": tensors["weights"].to(weights)})
@@ -159,7 +151,7 @@ def test_routing_weights_of_a_wider_dtype(weights: torch.dtype, device: torch.de
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
-def test_autocast(dtype: torch.dtype, bias: bool, quick_device: torch.device) -> None:
+def test_autocast(dtype, bias, quick_device):
     """Adapters and biases stay in float32, and so do their gradients."""
     tensors = cast(inputs(TOKENS, bias=bias), torch.float32, quick_device)
     for name in ("x", "first.weight", "last.weight"):
@@ -171,9 +163,7 @@ def test_autocast(dtype: torch.dtype, bias: bool, quick_device: torch.device) ->
 @pytest.mark.parametrize(("tokens", "slots"), slow_but([(150, 2)], [(150, 2), (64, 1), (9, 3)]))
 @pytest.mark.parametrize("size", slow_but([72], [64, 72, 130]))
 @pytest.mark.parametrize("form", ["gelu", "clamped, interleaved, shifted"])
-def test_kernels_of_several_programs(
-    form: str, size: int, tokens: int, slots: int, launches: list[str]
-) -> None:
+def test_kernels_of_several_programs(form, size, tokens, slots, launches):
     """In tiles of rows and features that are full and that are not."""
     tensors = inputs(tokens, slots, hidden=136, size=size, ranks=(24, 3), bias=True)
     check(cast(tensors, torch.float16), FORMS[form])
@@ -182,7 +172,7 @@ def test_kernels_of_several_programs(
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_large_gates_are_finite() -> None:
+def test_large_gates_are_finite():
     """Whose exponentials are infinite in float16."""
     tensors = inputs(70)
     tensors["first.weight"][..., :40] *= 60
@@ -190,7 +180,7 @@ def test_large_gates_are_finite() -> None:
         check(cast(tensors, torch.float16), FORMS[form])
 
 
-def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:
+def test_features_of_the_tests_are_clamped_far_from_the_limit():
     """Else the rule for errors would hold the luck of a rounding."""
     tensors = inputs(TOKENS, ranks=(0, 0), bias=True)
     gate_up = tensors["x"] @ tensors["first.weight"] + tensors["first.bias"][:, None]
@@ -201,7 +191,7 @@ def test_features_of_the_tests_are_clamped_far_from_the_limit() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter would take minutes")
-def test_bytes_of_a_token_of_qwen3_30b(kept: list[Any]) -> None:
+def test_bytes_of_a_token_of_qwen3_30b(kept):
     """Kept for the backward pass with adapters of rank 16, as docs/lora.md has them."""
     hidden, size, slots, rank, tokens = 2048, 768, 8, 16, 16
     tensors = cast(inputs(tokens, 2, 2, hidden, size, ranks=(rank, rank)), torch.bfloat16)
@@ -231,7 +221,7 @@ REAL = {  # H, I, E, K, tokens
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> None:
+def test_real_shapes(dtype, shape, launches):
     """In bf16 with PyTorch's grouped products, which give zero for an expert without rows."""
     hidden, size, count, slots, tokens = shape
     is_clamped = shape is REAL["gpt-oss"]
@@ -251,7 +241,7 @@ def test_real_shapes(dtype: torch.dtype, shape: Any, launches: list[str]) -> Non
 
 
 @pytest.mark.gpu
-def test_grouped_products_run_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_run_without_a_loop(monkeypatch):
     """On Hopper and later, so the host reads no counts."""
     if torch.cuda.get_device_capability() < (9, 0) or expert_steps.GROUPED_MM is None:
         pytest.skip("needs a GPU with grouped products")

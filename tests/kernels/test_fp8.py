@@ -2,8 +2,6 @@
 it against float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from layer_checks import gated_mlp, lora_linears
 from lora_checks import (
     ADAPTERS,
     WAYS,
-    Layer,
     check,
     checkpointed,
     eager_linears,
@@ -61,9 +58,7 @@ def weight_of(rows: Tensor, dtype: torch.dtype) -> Fp8Weight:
     ("folded", "number", "rows"),
     pairwise([False, True], [1, 2, 3, 4], [1, 7]),
 )
-def test_numbers_of_e4m3_are_kept_bit_by_bit(
-    rows: int, number: int, folded: bool, device: torch.device
-) -> None:
+def test_numbers_of_e4m3_are_kept_bit_by_bit(rows, number, folded, device):
     widths = [48, 16, 2064, 5][:number]
     truth = [of_bytes(rows, width) for width in widths]
     truth[-1][:, 0] = LARGEST
@@ -83,9 +78,7 @@ def test_numbers_of_e4m3_are_kept_bit_by_bit(
 @UNREAL
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_each_number_is_rounded_to_the_nearest(
-    dtype: torch.dtype, size: tuple[int, int], device: torch.device
-) -> None:
+def test_each_number_is_rounded_to_the_nearest(dtype, size, device):
     x = (torch.randn(size) * torch.randn(size[0], 1).exp()).to(device, dtype)
     x = torch.cat((x, x), 1)[:, : size[1]]  # of another stride than its columns
     found = fp8.quantized((x,))
@@ -100,7 +93,7 @@ def test_each_number_is_rounded_to_the_nearest(
     assert rms < HALF_STEP / 2  # of Gaussian numbers 0.0265; cut off in place of rounded 0.053
 
 
-def test_rows_without_a_number_that_counts_are_finite(device: torch.device) -> None:
+def test_rows_without_a_number_that_counts_are_finite(device):
     x = torch.zeros(3, 32, device=device)
     x[1] = 1e-38
     found = fp8.quantized((x,))
@@ -110,7 +103,7 @@ def test_rows_without_a_number_that_counts_are_finite(device: torch.device) -> N
 
 
 @UNREAL
-def test_what_is_not_finite_stays_so(device: torch.device) -> None:
+def test_what_is_not_finite_stays_so(device):
     x = torch.ones(3, 32, device=device)
     x[0, 5], x[1, 6] = float("nan"), float("inf")
     found = fp8.quantized((x,))
@@ -119,7 +112,7 @@ def test_what_is_not_finite_stays_so(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(48,), (128, 256), (272, 16, 144)], ids=str)
-def test_weights_are_transposed_side_by_side(sizes: Any, device: torch.device) -> None:
+def test_weights_are_transposed_side_by_side(sizes, device):
     stored = [torch.randint(256, (size, 160), dtype=torch.uint8) for size in sizes]
     weights = [Fp8Weight(each.to(device), torch.ones(len(each)), torch.bfloat16) for each in stored]
     found = fp8.transposed(weights).view(torch.uint8).cpu()
@@ -127,7 +120,7 @@ def test_weights_are_transposed_side_by_side(sizes: Any, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_dequantized_numbers_are_rounded_once(dtype: torch.dtype) -> None:
+def test_dequantized_numbers_are_rounded_once(dtype):
     numbers, scales = of_bytes(24, 32), torch.rand(24)
     weight = Fp8Weight(numbers.view(torch.uint8), scales.view(torch.int32), dtype)
     truth = (numbers.double() * scales[:, None].double()).to(dtype)
@@ -194,7 +187,7 @@ BF16 = ["bfloat16", "autocast"]
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [QKV[:1], QKV, QKV + QKV[:2]], ids=len)
 @pytest.mark.parametrize("way", BF16)
-def test_linears(way: str, sizes: Any, bias: bool, products: list) -> None:
+def test_linears(way, sizes, bias, products):
     x, parts = inputs(way, sizes, bias=bias)
     check(
         lora_linears,
@@ -209,7 +202,7 @@ def test_linears(way: str, sizes: Any, bias: bool, products: list) -> None:
 
 
 @EMULATED
-def test_a_base_in_16_bits_beside_others(products: list) -> None:
+def test_a_base_in_16_bits_beside_others(products):
     x, parts = inputs("bfloat16", QKV)
     parts[1] = parts[1]._replace(weight=parts[1].weight.to(torch.bfloat16))
     check(lora_linears, eager_linears, x, parts, wanted=ADAPTERS)
@@ -219,7 +212,7 @@ def test_a_base_in_16_bits_beside_others(products: list) -> None:
 
 @EMULATED
 @pytest.mark.parametrize("unused", [(0,), (1, 2)], ids=str)
-def test_an_output_that_is_not_used(unused: Any, products: list) -> None:
+def test_an_output_that_is_not_used(unused, products):
     x, parts = inputs("autocast", QKV)
     used = "".join(str(i) for i in range(3) if i not in unused)
     how: dict[str, Any] = {"wanted": rf"x|[{used}]\.[ab]", "unused": unused, "autocast": True}
@@ -230,7 +223,7 @@ def test_an_output_that_is_not_used(unused: Any, products: list) -> None:
 @pytest.mark.parametrize("tokens", [None, 8])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("way", BF16)
-def test_a_feed_forward_layer(way: str, activation: str, tokens: Any, products: list) -> None:
+def test_a_feed_forward_layer(way, activation, tokens, products):
     x, parts = inputs(way, FEED_FORWARD)
     check(our_mlp(activation, tokens), eager_mlp(activation), x, parts, autocast=way == "autocast")
     if tokens is None:
@@ -239,7 +232,7 @@ def test_a_feed_forward_layer(way: str, activation: str, tokens: Any, products: 
 
 
 @EMULATED
-def test_without_adapters(products: list) -> None:
+def test_without_adapters(products):
     x, parts = inputs("bfloat16", FEED_FORWARD)
     weights = [part.weight for part in parts]
     bare = [part._replace(b=torch.zeros_like(part.b)) for part in parts]
@@ -253,7 +246,7 @@ def test_without_adapters(products: list) -> None:
 
 @EMULATED
 @pytest.mark.parametrize("layer", [lora_linears, our_mlp("silu")], ids=["linears", "mlp"])
-def test_checkpoints_and_dropout_give_the_same_bits(layer: Layer, products: list) -> None:
+def test_checkpoints_and_dropout_give_the_same_bits(layer, products):
     sizes = QKV if layer is lora_linears else FEED_FORWARD
     x, parts = inputs("autocast", sizes, dropout=0.25)
     both = layer, checkpointed(layer, False)
@@ -263,7 +256,7 @@ def test_checkpoints_and_dropout_give_the_same_bits(layer: Layer, products: list
 
 @EMULATED
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_other_dtypes_read_the_dequantized_weight(dtype: torch.dtype, products: list) -> None:
+def test_other_dtypes_read_the_dequantized_weight(dtype, products):
     way = {torch.float16: "float16", torch.float32: "float32"}[dtype]
     x, parts = inputs(way, QKV)
     check(lora_linears, eager_linears, x, parts)
@@ -273,7 +266,7 @@ def test_other_dtypes_read_the_dequantized_weight(dtype: torch.dtype, products: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("which", ["linears", "mlp"])
 @pytest.mark.parametrize("scale", ["real", "small"])
-def test_products_of_a_gpu(which: str, scale: str) -> None:
+def test_products_of_a_gpu(which, scale):
     """Against the dequantized weights: what differs is the rounding of x and of dy."""
     device, factor = torch.device("cuda"), 64 if scale == "real" else 4
     if not fp8.has_fp8(device):

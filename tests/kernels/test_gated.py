@@ -2,8 +2,6 @@
 compute in the same dtype.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from layer_checks import ACTIVATIONS, check, gated
@@ -55,6 +53,6 @@ def test_gated_far_from_zero_is_finite(activation, device):
     torch.testing.assert_close(slope, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], device=device))
 
 
-def test_the_triton_form_has_every_activation() -> None:
+def test_the_triton_form_has_every_activation():
     kernels = pytest.importorskip("liger_patch.kernels.triton.gated", reason="needs Triton")
     assert kernels.KINDS == operators.ACTIVATIONS

@@ -2,8 +2,6 @@
 than three linear layers, and what it keeps for the backward pass.
 """
 
-from __future__ import annotations
-
 from itertools import cycle, product
 
 import pytest

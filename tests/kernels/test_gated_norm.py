@@ -2,8 +2,6 @@
 compute in the same dtype, of rows a stride apart.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from eager_layers import EPS, GATES, gate_behind, gate_in_front

@@ -1,7 +1,5 @@
 """A compiled kernel is launched again only for arguments that Triton compiles it for."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -27,7 +25,7 @@ def arguments() -> list[Any]:
 
 
 @pytest.mark.skipif(launching.TESTED[0] > launching.VERSION, reason="older rules")
-def test_arguments_of_one_key_are_one_specialization() -> None:
+def test_arguments_of_one_key_are_one_specialization():
     """By Triton's own function, for an H100."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import GPUTarget
@@ -79,7 +77,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
-def test_a_second_launch_gives_the_constants_in_their_places(kernel: Kernel) -> None:
+def test_a_second_launch_gives_the_constants_in_their_places(kernel):
     x = torch.zeros(32)
     for n in (3, 5):
         launch(kernel, (7,), x, n, 1e-6, BLOCK=64, FLAG=True, num_warps=4)
@@ -101,7 +99,7 @@ def test_a_second_launch_gives_the_constants_in_their_places(kernel: Kernel) -> 
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_other_arguments_are_left_to_triton(kernel: Kernel, other: dict[str, Any]) -> None:
+def test_other_arguments_are_left_to_triton(kernel, other):
     for change in ({}, other):
         how = {"x": torch.zeros(32), "n": 3, "eps": 1e-6, "BLOCK": 64, "num_warps": 4, **change}
         constants = {name: how[name] for name in ("BLOCK", "num_warps")}
@@ -110,9 +108,7 @@ def test_other_arguments_are_left_to_triton(kernel: Kernel, other: dict[str, Any
 
 
 @pytest.mark.parametrize("why", ["hooks", "version"])
-def test_all_launches_are_left_to_triton(
-    why: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_launches_are_left_to_triton(why, kernel, monkeypatch):
     if why == "hooks":
         kernel.pre_run_hooks.append(print)
     else:

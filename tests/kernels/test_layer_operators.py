@@ -1,7 +1,5 @@
 """What layers' operators need of Triton, refuse, and are to torch and DTensor."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

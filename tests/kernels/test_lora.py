@@ -2,8 +2,6 @@
 worse than PEFT's arithmetic.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,28 +23,27 @@ from lora_checks import (
     trainable,
 )
 from slow_cases import pairwise
-from torch import Tensor
 
 
 @pytest.mark.parametrize(
     ("base", "which", "way"),
     pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], PROJECTIONS, WAYS),
 )
-def test_lora_linears(way: str, which: str, base: tuple[bool, str], device: torch.device) -> None:
+def test_lora_linears(way, which, base, device):
     quantized, wanted = base
     x, parts = linears_inputs(device, way, which=which, quantized=quantized)
     check(lora_linears, eager_linears, x, parts, wanted=wanted, autocast=WAYS[way][2])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_number_of_batch_dimensions(shape: str, device: torch.device) -> None:
+def test_any_number_of_batch_dimensions(shape, device):
     x, parts = linears_inputs(device, shape=shape)
     check(lora_linears, eager_linears, x, parts, wanted=EVERYTHING)
 
 
 @pytest.mark.parametrize("unused", [(0,), (1,), (0, 2)], ids=str)
 @pytest.mark.parametrize("way", ["float64", "autocast"])
-def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device) -> None:
+def test_an_output_that_is_not_used(unused, way, device):
     """Of which autograd gives no upstream gradient. Its own parameters may get zeros instead."""
     x, parts = linears_inputs(device, way)
     used = "".join(str(i) for i in range(3) if i not in unused)
@@ -59,7 +56,7 @@ def test_an_output_that_is_not_used(unused: Any, way: str, device: torch.device)
         assert not any(each is not None and each.any() for each in rest)
 
 
-def test_a_quantized_base_is_not_kept_dense(device: torch.device, kept: list[Tensor]) -> None:
+def test_a_quantized_base_is_not_kept_dense(device, kept):
     x, parts = linears_inputs(device, "float32", quantized=True)
     leaves, parts = trainable(x, parts)
     ys = lora_linears(leaves["x"], parts)
@@ -71,7 +68,7 @@ def test_a_quantized_base_is_not_kept_dense(device: torch.device, kept: list[Ten
     assert all(leaves[f"{i}.a"].grad is not None for i in range(3))
 
 
-def test_adapters_are_cast_in_one_call(device: torch.device, record: Any) -> None:
+def test_adapters_are_cast_in_one_call(device, record):
     calls = record(torch, "_foreach_copy_", lambda targets, _: len(targets))
     leaves, parts = trainable(*linears_inputs(device, "autocast"))
     with torch.autocast(device.type, torch.bfloat16):
@@ -81,7 +78,7 @@ def test_adapters_are_cast_in_one_call(device: torch.device, record: Any) -> Non
 
 
 @pytest.mark.parametrize("adapters", [torch.float16, torch.float32], ids=str)
-def test_the_scaling_keeps_gradients_finite(adapters: torch.dtype, device: torch.device) -> None:
+def test_the_scaling_keeps_gradients_finite(adapters, device):
     """PEFT scales dy, not dB: in float16, a sum that is scaled last overflows."""
     options: Any = {"dtype": torch.float16, "adapters": adapters, "device": device}
     part = projection(24, 40, 8, **options)._replace(scaling=0.125)
@@ -99,9 +96,7 @@ def test_the_scaling_keeps_gradients_finite(adapters: torch.dtype, device: torch
     [(lora_linears, linears_inputs), (our_mlp("silu"), mlp_inputs)],
     ids=["linears", "mlp"],
 )
-def test_a_cast_adapter_may_change_before_the_backward_pass(
-    layer: Any, inputs: Any, device: torch.device
-) -> None:
+def test_a_cast_adapter_may_change_before_the_backward_pass(layer, inputs, device):
     """As under autocast, gradients are those of the values that the forward pass had."""
     leaves, parts = trainable(*inputs(device, "autocast"))
     with torch.autocast(device.type, torch.bfloat16):

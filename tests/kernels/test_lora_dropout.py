@@ -2,8 +2,6 @@
 again in the backward pass.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -39,7 +37,7 @@ SQUARE = 24  # features of x, of gate and of y, so that one adapter can copy any
 
 
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "float16", "autocast"])
-def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.device) -> None:
+def test_dropout_has_one_mask_forward_and_backward(way, device):
     """Each projection its own. The masks are read from adapters that only copy x: after the same
     seed, they are drawn alike.
     """
@@ -65,7 +63,7 @@ def test_dropout_has_one_mask_forward_and_backward(way: str, device: torch.devic
     check(LINEARS, dropped, x, parts, wanted=EVERYTHING, autocast=autocast)
 
 
-def test_dropout_of_some_projections(device: torch.device) -> None:
+def test_dropout_of_some_projections(device):
     """Those without draw no mask: theirs are the numbers of no dropout at all."""
     x, parts = linears_inputs(device)
     expected = results(lora_linears, x, parts)
@@ -80,9 +78,7 @@ def test_dropout_of_some_projections(device: torch.device) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("rank", [1, 16, 20, 64])
 @pytest.mark.parametrize("tokens", [64, 150, 5])
-def test_dropout_kernels_of_several_programs(
-    tokens: int, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_kernels_of_several_programs(tokens, rank, monkeypatch):
     """In both directions, in tiles that are full and that are not: linear in x, so the gradient of
     x is the mask's own.
     """
@@ -115,12 +111,8 @@ def test_dropout_kernels_of_several_programs(
 @pytest.mark.parametrize("way", ["float64", "float16", "autocast"])
 @pytest.mark.parametrize("slice_tokens", [None, 160])
 def test_an_mlp_has_one_mask_for_each_projection(
-    slice_tokens: int | None,
-    way: str,
-    activation: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    slice_tokens, way, activation, device, monkeypatch
+):
     """The masks are read from adapters that only copy; after the same seed, they are drawn so."""
     if HAS_TRITON:  # several programs, of several blocks
         for name in ("dropout", "gated_lora"):
@@ -158,7 +150,7 @@ def test_an_mlp_has_one_mask_for_each_projection(
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("way", ["float64", "float16"])
-def test_dropout_of_one_projection_of_an_mlp(way: str, which: int, device: torch.device) -> None:
+def test_dropout_of_one_projection_of_an_mlp(way, which, device):
     """Another seed gives other numbers, the same seed the same."""
     x, parts = mlp_inputs(device, way)
     parts[which] = parts[which]._replace(dropout=0.5)
@@ -172,7 +164,7 @@ def test_dropout_of_one_projection_of_an_mlp(way: str, which: int, device: torch
 
 
 @pytest.mark.parametrize("way", ["float64", "float16"])
-def test_dropout_of_an_mlp_of_any_strides(way: str, device: torch.device) -> None:
+def test_dropout_of_an_mlp_of_any_strides(way, device):
     """Of x and of the adapters: the same features are dropped."""
     x, parts = mlp_inputs(device, way, (70, 2 * HIDDEN), dropout=0.5)
     _, parts = mlp_inputs(device, way, dropout=0.5)
@@ -192,9 +184,7 @@ LAYERS: dict[str, tuple[Layer, Any]] = {
     ("layer", "reentrant", "way"),
     pairwise(LAYERS, [True, False], ["float64", "float16", "autocast"]),
 )
-def test_checkpoints_give_the_same_bits(
-    layer: str, reentrant: bool, way: str, device: torch.device
-) -> None:
+def test_checkpoints_give_the_same_bits(layer, reentrant, way, device):
     """The second forward pass draws the same masks."""
     function, inputs = LAYERS[layer]
     x, parts = inputs(device, way, dropout=0.5)

@@ -2,10 +2,6 @@
 against float64, no worse than PEFT's arithmetic.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from layer_checks import ACTIVATIONS
@@ -34,7 +30,7 @@ FORMS = [  # activation, tokens of a slice, whether there are biases
     ("base", "form", "way"),
     pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], FORMS, WAYS),
 )
-def test_lora_mlp(way: str, form: Any, base: tuple[bool, str], device: torch.device) -> None:
+def test_lora_mlp(way, form, base, device):
     (quantized, wanted), (activation, slice_tokens, bias) = base, form
     x, parts = mlp_inputs(device, way, bias=bias, quantized=quantized)
     how = {"wanted": wanted, "autocast": WAYS[way][2]}
@@ -43,7 +39,7 @@ def test_lora_mlp(way: str, form: Any, base: tuple[bool, str], device: torch.dev
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("way", ["float32", "float16"])
-def test_any_rank(way: str, ranks: str, device: torch.device) -> None:
+def test_any_rank(way, ranks, device):
     shape = 20, 30, HIDDEN  # of fewer numbers, the largest error of a gradient of rank 1 is luck
     x, parts = mlp_inputs(device, way, shape, ranks=ranks)
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
@@ -51,7 +47,7 @@ def test_any_rank(way: str, ranks: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("scaling", [1.0, -0.25, 0.0, 16.0])
 @pytest.mark.parametrize("way", ["float64", "float16"])
-def test_scaling(way: str, scaling: float, device: torch.device) -> None:
+def test_scaling(way, scaling, device):
     """Each projection has its own."""
     x, parts = mlp_inputs(device, way)
     parts = [part._replace(scaling=scaling / (i + 1)) for i, part in enumerate(parts)]
@@ -59,7 +55,7 @@ def test_scaling(way: str, scaling: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("way", ["float64", "float32", "float16"])
-def test_to_another_size(way: str, device: torch.device) -> None:
+def test_to_another_size(way, device):
     x, (gate, up, down) = mlp_inputs(
         device, way, (16, 6, HIDDEN)
     )  # of few numbers, errors are luck
@@ -67,7 +63,7 @@ def test_to_another_size(way: str, device: torch.device) -> None:
     check(our_mlp("silu"), eager_mlp("silu"), x, parts, wanted=EVERYTHING)
 
 
-def test_one_projection_is_what_eager_computes() -> None:
+def test_one_projection_is_what_eager_computes():
     """The reference itself: base, and what the adapter adds."""
     x, (part, *_) = mlp_inputs("cpu")
     added = part.scaling * part.b @ part.a

@@ -2,8 +2,6 @@
 and what is refused.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_patch.kernels.lora import mlp
 
 
-def test_what_is_kept(device: torch.device, kept: list[Tensor]) -> None:
+def test_what_is_kept(device, kept):
     """x, gate and up of the base, thin products, and A of gate and up as one matrix."""
     leaves, parts = trainable(*mlp_inputs(device, "float16"))
     y = gated_mlp(leaves["x"], *parts)
@@ -40,7 +38,7 @@ def test_what_is_kept(device: torch.device, kept: list[Tensor]) -> None:
     assert all(each.grad is not None for each in leaves.values() if each.requires_grad)
 
 
-def test_gate_and_up_are_freed_before_the_products_of_dx(device: torch.device, record: Any) -> None:
+def test_gate_and_up_are_freed_before_the_products_of_dx(device, record):
     """Under checkpoints: else the graph holds them."""
 
     def of_gate_and_up(da: Tensor, ds: Tensor, gate: Tensor, up: Tensor, *_: Any) -> list[Any]:
@@ -58,9 +56,7 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(device: torch.device, r
     ("reentrant", "dropout", "wanted"),
     pairwise([True, False], [0.0, 0.5], ["x", EVERYTHING]),
 )
-def test_checkpointing_leaves_out_the_last_product(
-    dropout: float, reentrant: bool, wanted: str, device: torch.device, record: Any
-) -> None:
+def test_checkpointing_leaves_out_the_last_product(dropout, reentrant, wanted, device, record):
     """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
     x, parts = mlp_inputs(device, "float16", dropout=dropout, quantized=True)
     products = record(Quantized, "dequantized")
@@ -75,7 +71,7 @@ def test_checkpointing_leaves_out_the_last_product(
 
 
 @pytest.mark.gpu
-def test_bytes_kept_per_token() -> None:
+def test_bytes_kept_per_token():
     """x, gate and up, the thin products, and y itself, in bf16."""
     tokens, hidden_size, size = 4096, 1024, 4096
     x, parts = mlp_inputs("cuda", "bfloat16", (tokens, hidden_size), "equal", size)
@@ -94,7 +90,7 @@ def test_bytes_kept_per_token() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant: bool) -> None:
+def test_checkpoints_are_computed_again_in_the_threads_of_autograd(reentrant):
     x, parts = mlp_inputs("cuda", "autocast", (300, 512), size=1024)
     how = {"autocast": True, "wanted": "x" if reentrant else ADAPTERS}
     both = checkpointed(our_mlp("silu"), reentrant), our_mlp("silu")

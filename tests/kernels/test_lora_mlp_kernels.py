@@ -1,9 +1,6 @@
 """The Triton kernels of a feed-forward layer with LoRA adapters: many programs, and real shapes."""
 
-from __future__ import annotations
-
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 import torch
@@ -39,14 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 @pytest.mark.parametrize("size", slow_but([200], [128, 200, 9]))
 @pytest.mark.parametrize("tokens", slow_but([150, 5], [64, 150, 5]))
-def test_kernels_of_several_programs(
-    tokens: int,
-    size: int,
-    ranks: str,
-    activation: str,
-    launches: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_of_several_programs(tokens, size, ranks, activation, launches, monkeypatch):
     """In both directions, in tiles that are full and that are not."""
     from liger_patch.kernels.triton import gated_lora
 
@@ -59,7 +49,7 @@ def test_kernels_of_several_programs(
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_large_gates_are_finite(launches: list[str]) -> None:
+def test_large_gates_are_finite(launches):
     """Whose exponentials are infinite in float16."""
     x, parts = mlp_inputs("cpu", "float16", (70, HIDDEN))
     parts[0] = parts[0]._replace(weight=parts[0].weight * 60)
@@ -76,9 +66,7 @@ REAL = {"aligned": (2048, 1024, 2816), "of nothing": (1111, 1000, 2731), "few": 
 @pytest.mark.parametrize("ranks", ["equal", "unequal", "of 64"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("way", ["bfloat16", "float16", "autocast"])
-def test_real_shapes(
-    way: str, activation: str, ranks: str, shape: Any, launches: list[str]
-) -> None:
+def test_real_shapes(way, activation, ranks, shape, launches):
     """Tiles come through the tensor memory accelerator where the size is a multiple of 8."""
     tokens, hidden_size, size = shape
     x, parts = mlp_inputs("cuda", way, (tokens, hidden_size), ranks, size)
@@ -90,7 +78,7 @@ def test_real_shapes(
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
 @pytest.mark.parametrize("way", ["bfloat16", "float16"])
-def test_the_same_inputs_give_the_same_bits(way: str, shape: Any) -> None:
+def test_the_same_inputs_give_the_same_bits(way, shape):
     tokens, hidden_size, size = shape
     x, parts = mlp_inputs("cuda", way, (tokens, hidden_size), size=size)
     runs = [results(our_mlp("silu"), x, parts, wanted=EVERYTHING) for _ in range(2)]
@@ -98,7 +86,7 @@ def test_the_same_inputs_give_the_same_bits(way: str, shape: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_tiles_and_pointers_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_pointers_give_the_same_numbers(monkeypatch):
     from liger_patch.kernels.triton import gated_lora
 
     x, parts = mlp_inputs("cuda", "bfloat16", REAL["aligned"][:2], size=REAL["aligned"][2])

@@ -2,8 +2,6 @@
 is the same call outside of a graph.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from compiled_graphs import MARKS, Graphs
 from exactness import assert_no_worse
 from functorch.compile import make_boxed_func
-from loss_calls import LOSSES, MANY, Loss, assert_same, inputs, mean, ready_made, with_gradients
+from loss_calls import LOSSES, MANY, assert_same, inputs, mean, ready_made, with_gradients
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils import checkpoint
@@ -31,9 +29,7 @@ pytestmark = MARKS
     ids=["any number of supervised tokens", "any number of tokens"],
 )
 @pytest.mark.parametrize("loss", MANY)
-def test_one_graph_serves_every_call(
-    loss: Loss, dynamic: bool | None, tokens: Any, ignored: Any
-) -> None:
+def test_one_graph_serves_every_call(loss, dynamic, tokens, ignored):
     graphs = Graphs("aot_eager")
     compiled = torch.compile(loss, backend=graphs, fullgraph=True, dynamic=dynamic)
     counts = []
@@ -46,12 +42,12 @@ def test_one_graph_serves_every_call(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
-def test_inductor(loss: Loss) -> None:
+def test_inductor(loss):
     given = inputs()
     assert_same(with_gradients(torch.compile(loss, fullgraph=True), *given), loss, *given)
 
 
-def test_low_precision_is_no_worse_than_outside_of_a_graph() -> None:
+def test_low_precision_is_no_worse_than_outside_of_a_graph():
     for dtype in (torch.bfloat16, torch.float16):
         given = inputs(dtype=dtype)
         wide = [each.detach().double().requires_grad_() for each in given[:2]]
@@ -61,7 +57,7 @@ def test_low_precision_is_no_worse_than_outside_of_a_graph() -> None:
         assert_no_worse(ours, eager, truth, dtype)
 
 
-def test_autocast() -> None:
+def test_autocast():
     given = inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         eager = with_gradients(mean, *given)
@@ -69,7 +65,7 @@ def test_autocast() -> None:
     assert_no_worse(ours, eager, eager, torch.float32)
 
 
-def test_a_number_of_items_that_changes_is_no_constant() -> None:
+def test_a_number_of_items_that_changes_is_no_constant():
     graphs = Graphs()
     compiled = torch.compile(linear_cross_entropy, backend=graphs, fullgraph=True)
     given = inputs()
@@ -80,13 +76,13 @@ def test_a_number_of_items_that_changes_is_no_constant() -> None:
     assert len(graphs.linears) <= 2  # of one number, and of any
 
 
-def test_a_number_of_items_that_does_not_fit_is_an_error_in_a_graph_too() -> None:
+def test_a_number_of_items_that_does_not_fit_is_an_error_in_a_graph_too():
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
     with pytest.raises(Exception, match="num_items_in_batch must be a finite number >= 0, got -3"):
         compiled(*inputs(), num_items_in_batch=-3)
 
 
-def test_a_graph_may_run_backward_twice() -> None:
+def test_a_graph_may_run_backward_twice():
     given = inputs()
     compiled = torch.compile(mean, backend="eager", fullgraph=True)(*given)
     first = torch.autograd.grad(compiled, given[:2], retain_graph=True)
@@ -94,7 +90,7 @@ def test_a_graph_may_run_backward_twice() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_refused():
     given = inputs()
     for loss in (mean, ready_made):
         compiled = torch.compile(loss, backend="eager", fullgraph=True)(*given)
@@ -113,7 +109,7 @@ class WithoutGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_whose_gradient_nobody_asks_for_adds_none(loss: Loss) -> None:
+def test_a_loss_whose_gradient_nobody_asks_for_adds_none(loss):
     given = inputs()
     value = WithoutGradient.apply(torch.compile(loss, backend="eager")(*given))
     (value + given[0].sum()).backward()
@@ -121,14 +117,14 @@ def test_a_loss_whose_gradient_nobody_asks_for_adds_none(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", [mean, ready_made])
-def test_labels_outside_the_vocabulary_are_an_error_of_the_graph(loss: Loss) -> None:
+def test_labels_outside_the_vocabulary_are_an_error_of_the_graph(loss):
     *given, labels = inputs()
     labels[1] = 99
     with pytest.raises(ValueError, match="got 99"):
         torch.compile(loss, backend="aot_eager", fullgraph=True)(*given, labels)
 
 
-def test_shapes_that_do_not_fit_are_an_error_of_tracing() -> None:
+def test_shapes_that_do_not_fit_are_an_error_of_tracing():
     hidden_states, weight, labels = inputs()
     compiled = torch.compile(mean, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=r"weight must have shape \(V, 16\)"):
@@ -136,7 +132,7 @@ def test_shapes_that_do_not_fit_are_an_error_of_tracing() -> None:
 
 
 @pytest.mark.parametrize("loss", [mean, ready_made])
-def test_selective_checkpointing_keeps_what_the_operator_computed(loss: Loss) -> None:
+def test_selective_checkpointing_keeps_what_the_operator_computed(loss):
     seen: list[str] = []
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -155,7 +151,7 @@ def test_selective_checkpointing_keeps_what_the_operator_computed(loss: Loss) ->
     assert len(seen) == 1
 
 
-def test_forward_pass_keeps_no_inputs_where_it_has_the_gradients() -> None:
+def test_forward_pass_keeps_no_inputs_where_it_has_the_gradients():
     saved: list[int] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -169,7 +165,7 @@ def test_forward_pass_keeps_no_inputs_where_it_has_the_gradients() -> None:
     assert saved[0] == 2, "two gradients, behind the loss"
 
 
-def test_other_dispatch_modes_see_the_products() -> None:
+def test_other_dispatch_modes_see_the_products():
     given = inputs(ignored=0.0)
     with FlopCounterMode(display=False) as counter:
         linear_cross_entropy(*given).backward()
@@ -186,14 +182,14 @@ def test_other_dispatch_modes_see_the_products() -> None:
         ("cross_entropy_backward", False),
     ],
 )
-def test_what_reads_values_is_no_part_of_a_cuda_graph(name: str, reads_values: bool) -> None:
+def test_what_reads_values_is_no_part_of_a_cuda_graph(name, reads_values):
     tags = getattr(torch.ops.liger_patch, name).default.tags
     assert (torch.Tag.cudagraph_unsafe in tags) is reads_values
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen: bool, compiled: bool) -> None:
+def test_upstream_gradients_of_ignored_tokens_do_not_count(frozen, compiled):
     def losses(*given: Tensor) -> Tensor:
         return linear_cross_entropy(*given, reduction="none")
 

@@ -1,7 +1,5 @@
 """MXFP4: the numbers of Transformers' checkpoints bit by bit, and the nearest ones of others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernel_forms import INTERPRETED
@@ -31,9 +29,7 @@ def bits(numbers: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("scales", [(100, 140), (0, 253)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_numbers_of_a_checkpoint_are_kept_bit_by_bit(
-    dtype: torch.dtype, scales: tuple[int, int], device: torch.device
-) -> None:
+def test_numbers_of_a_checkpoint_are_kept_bit_by_bit(dtype, scales, device):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, exponents = checkpoint(scales, device)
@@ -53,7 +49,7 @@ def test_numbers_of_a_checkpoint_are_kept_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_dequantized_numbers_are_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
+def test_dequantized_numbers_are_rounded_once(dtype, device):
     torch.manual_seed(0)
     packed = torch.randint(256, (5, 7, 2 * 16), dtype=torch.uint8)
     scales = torch.randint(105, 135, (5, 7, 2), dtype=torch.uint8)
@@ -64,7 +60,7 @@ def test_dequantized_numbers_are_rounded_once(dtype: torch.dtype, device: torch.
     assert torch.equal(bits(ours), bits(truth.to(dtype)))
 
 
-def test_other_numbers_are_rounded_to_the_nearest() -> None:
+def test_other_numbers_are_rounded_to_the_nearest():
     torch.manual_seed(0)
     x = torch.randn(64, 32, dtype=torch.float64).mul(torch.rand(64, 1) * 20).float()
     x[:, 0] = 6.0 * 2.0 ** torch.arange(-32, 32)  # so the scales are known
@@ -81,7 +77,7 @@ def test_other_numbers_are_rounded_to_the_nearest() -> None:
     assert torch.equal(ours[0, 1:15].float(), torch.cat((even, -even)))
 
 
-def test_blocks_that_are_not_finite_become_nan() -> None:
+def test_blocks_that_are_not_finite_become_nan():
     x = torch.ones(3, 64)
     x[0, 3], x[1, 40] = torch.nan, -torch.inf
     ours = mxfp4.dequantized(*mxfp4.quantized(x), torch.float32)
@@ -91,12 +87,12 @@ def test_blocks_that_are_not_finite_become_nan() -> None:
     assert torch.equal(ours[2], x[2])
 
 
-def test_rows_of_other_sizes_are_an_error() -> None:
+def test_rows_of_other_sizes_are_an_error():
     with pytest.raises(ValueError, match=r"a multiple of 32 numbers, got \(2, 48\)"):
         mxfp4.quantized(torch.ones(2, 48))
 
 
-def test_without_values_there_are_sizes() -> None:
+def test_without_values_there_are_sizes():
     packed, scales = mxfp4.quantized(torch.randn(2, 3, 64))
     ours = mxfp4.dequantized(packed.to("meta"), scales.to("meta"), torch.bfloat16)
     assert (ours.device.type, ours.shape, ours.dtype) == ("meta", (2, 3, 64), torch.bfloat16)

@@ -1,7 +1,5 @@
 """nf4 by the Triton kernel: the same bits as float32 products and sums, each rounded once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -58,9 +56,7 @@ def truth(
     ("nested", "blocksize", "dtype"),
     pairwise([False, True], [32, 64, 256, 4096], FLOATS),
 )
-def test_all_numbers_have_the_same_bits(
-    dtype: torch.dtype, blocksize: int, nested: bool, kernel_device: torch.device
-) -> None:
+def test_all_numbers_have_the_same_bits(dtype, blocksize, nested, kernel_device):
     from liger_patch.kernels.triton.nf4 import TILE, dequantized
 
     code = CODE.to(kernel_device)
@@ -74,7 +70,7 @@ def test_all_numbers_have_the_same_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("nested", [False, True])
-def test_offsets_beyond_2_31(nested: bool) -> None:
+def test_offsets_beyond_2_31(nested):
     from liger_patch.kernels.triton.nf4 import dequantized
 
     device, numbers, blocksize = torch.device("cuda"), 2**32 + 2**20 + 1, 64
@@ -106,12 +102,8 @@ def test_offsets_beyond_2_31(nested: bool) -> None:
     pairwise([False, True], [(131, 72), (7, 71), (40, 576)], FLOATS),
 )
 def test_the_kernel_reads_what_bitsandbytes_has_quantized(
-    dtype: torch.dtype,
-    shape: tuple[int, int],
-    double_quantized: bool,
-    kernel_device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dtype, shape, double_quantized, kernel_device, monkeypatch
+):
     bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from liger_patch.readers import quantized_weights
 

@@ -1,7 +1,5 @@
 """What all operators have in common: every row of ``operators`` has every property."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Supervised tokens to the front, in one launch that writes all of its results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -23,9 +21,7 @@ def _memory_is_filled() -> Iterator[None]:
     ("dtype", "ignored", "tokens"),
     pairwise([torch.int64, torch.int32, torch.int16], [0.0, 0.4, 1.0], [0, 1, 2048, 4111]),
 )
-def test_all_results_are_written(
-    tokens: int, ignored: float, dtype: torch.dtype, kernel_device: torch.device
-) -> None:
+def test_all_results_are_written(tokens, ignored, dtype, kernel_device):
     from liger_patch.kernels.triton.labels import order_tokens
 
     labels = torch.randint(140, (tokens,), dtype=dtype)

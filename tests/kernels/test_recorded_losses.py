@@ -2,8 +2,6 @@
 the same call outside of a graph.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -33,7 +31,7 @@ from liger_patch import linear_cross_entropy, linear_distillation, linear_log_pr
 pytestmark = MARKS
 
 
-def test_without_gradients_no_gradient_is_computed() -> None:
+def test_without_gradients_no_gradient_is_computed():
     given = inputs()
     with torch.no_grad():
         loss, *gradients = _call_as_recorded(*given)
@@ -52,7 +50,7 @@ def _call_as_recorded(*given: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> None:
+def test_a_recorded_step_is_not_differentiated_again(loss, name):
     """Its gradients depend on the inputs, also where the forward pass computed them."""
     given = inputs()
     leaf = given[NAMES.index(name)]
@@ -70,7 +68,7 @@ def test_a_recorded_step_is_not_differentiated_again(loss: Loss, name: str) -> N
 
 
 @pytest.mark.parametrize("end", ["dropped", "trained", "kept for another backward pass"])
-def test_gradients_live_as_long_as_the_graph_of_their_call(end: str) -> None:
+def test_gradients_live_as_long_as_the_graph_of_their_call(end):
     given = inputs()
     loss, *gradients = _call_as_recorded(*given)
     stored = StorageWeakRef(gradients[1].untyped_storage())
@@ -85,7 +83,7 @@ def test_gradients_live_as_long_as_the_graph_of_their_call(end: str) -> None:
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])
 @pytest.mark.parametrize("loss", MANY)
-def test_make_fx_sees_the_operator(loss: Loss, mode: str) -> None:
+def test_make_fx_sees_the_operator(loss, mode):
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         value = loss(*given)
         return value, *torch.autograd.grad(value, given[:2])
@@ -99,7 +97,7 @@ def test_make_fx_sees_the_operator(loss: Loss, mode: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_results_without_values_have_the_shapes_of_those_with(loss: Loss) -> None:
+def test_results_without_values_have_the_shapes_of_those_with(loss):
     given = inputs()
     truth = with_gradients(loss, *given)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -121,7 +119,7 @@ def distillation(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("loss", [log_probs, on_hopper, distillation])
-def test_a_recording_would_hold_the_number_of_supervised_tokens(loss: Loss) -> None:
+def test_a_recording_would_hold_the_number_of_supervised_tokens(loss):
     with pytest.raises(RuntimeError, match="reads the number of supervised tokens"):
         make_fx(loss)(*inputs())
     given = inputs()
@@ -139,7 +137,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("loss", [mean, ready_made])
-def test_what_is_exported_trains(loss: Loss, strict: bool) -> None:
+def test_what_is_exported_trains(loss, strict):
     hidden_states, weight, labels = inputs()
     tokens = torch.export.Dim("tokens")
     program = torch.export.export(

@@ -2,8 +2,6 @@
 same dtype, of rows in any order.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from eager_layers import EPS, gemma_norm, llama_norm

@@ -2,8 +2,6 @@
 compute in the same dtype, at positions in any order.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from eager_layers import rotated, rotated_beside, tables

@@ -2,8 +2,6 @@
 computed without the mask no worse than with it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -55,7 +53,7 @@ LENGTHS = {
 }
 
 
-def test_the_reference_is_a_causal_mask_within_each_sequence() -> None:
+def test_the_reference_is_a_causal_mask_within_each_sequence():
     expected = torch.block_diag(*(torch.ones(n, n).tril() for n in (2, 3, 1))).bool()
     torch.testing.assert_close(mask_of([[2, 3, 1]])[0], expected)
     windowed = expected & torch.ones(6, 6).triu(-1).bool()
@@ -66,12 +64,7 @@ def test_the_reference_is_a_causal_mask_within_each_sequence() -> None:
     ("block_bytes", "window", "lengths"),
     pairwise([1, 7 * TOKENS, 2**20], [None, 2, 7, 17], LENGTHS.values()),
 )
-def test_segments_are_read_from_their_mask(
-    lengths: list[list[int]],
-    window: int | None,
-    block_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_segments_are_read_from_their_mask(lengths, window, block_bytes, monkeypatch):
     monkeypatch.setattr(segments, "BLOCK_BYTES", block_bytes)
     longest = max(length for row in lengths for length in row)
     window = None if window is None or window >= longest else window  # else it hides no key
@@ -79,7 +72,7 @@ def test_segments_are_read_from_their_mask(
     assert_same(found, make_segments(lengths, window))
 
 
-def test_a_window_of_one_key_is_as_many_sequences() -> None:
+def test_a_window_of_one_key_is_as_many_sequences():
     found = segments_of(mask_of([[TOKENS]], window=1), 1)
     assert_same(found, make_segments([[1] * TOKENS]))
 
@@ -87,13 +80,13 @@ def test_a_window_of_one_key_is_as_many_sequences() -> None:
 @pytest.mark.parametrize("expanded", [True, False])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("row", [[TOKENS], [5, 1, 18]])
-def test_one_mask_of_all_rows(row: list[int], window: int | None, expanded: bool) -> None:
+def test_one_mask_of_all_rows(row, window, expanded):
     mask = mask_of([row], window)
     found = segments_of(mask.expand(3, -1, -1) if expanded else mask, 3)
     assert_same(found, make_segments([row] * 3, window))
 
 
-def test_chunks_are_segments() -> None:
+def test_chunks_are_segments():
     """Llama 4's chunked attention."""
     place = torch.arange(TOKENS)
     same = place[:, None] // 10 == place // 10
@@ -125,11 +118,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
-def test_any_other_mask_is_none(mask: Tensor) -> None:
+def test_any_other_mask_is_none(mask):
     assert segments_of(mask, len(mask)) is None
 
 
-def test_no_token_is_none() -> None:
+def test_no_token_is_none():
     assert segments_of(torch.ones(2, 0, 0, dtype=torch.bool), 2) is None
 
 
@@ -145,7 +138,7 @@ ONES = "1" * TOKENS
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_padding_on_the_right_whose_results_are_not_used(window: int | None) -> None:
+def test_padding_on_the_right_whose_results_are_not_used(window):
     """It counts as the end of its sequence."""
     mask, kept = padded("1" * 20 + "0" * 4, ONES, window=window)
     assert segments_of(mask, 2) is None
@@ -157,7 +150,7 @@ def test_padding_on_the_right_whose_results_are_not_used(window: int | None) -> 
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_padding_on_the_left_whose_results_are_not_used(window: int | None) -> None:
+def test_padding_on_the_left_whose_results_are_not_used(window):
     """It counts as a sequence of its own, and so does a row of nothing else."""
     mask, kept = padded(
         "0" * 4 + "1" * 20, "0" * TOKENS, "0" * 3 + "1" * 15 + "0" * 6, window=window
@@ -174,7 +167,7 @@ def test_padding_on_the_left_whose_results_are_not_used(window: int | None) -> N
     assert segments_of(mask, 3, used) is None
 
 
-def test_padding_between_sequences() -> None:
+def test_padding_between_sequences():
     """As in a packed row whose sequences are padded: it belongs to the sequence before it."""
     mask = mask_of([[8, 16]])
     kept = torch.ones(TOKENS, dtype=torch.bool)
@@ -192,13 +185,13 @@ BEHIND_PADDING = {
 
 
 @pytest.mark.parametrize("mask", BEHIND_PADDING.values(), ids=BEHIND_PADDING)
-def test_no_sequence_goes_on_behind_padding(mask: Tensor) -> None:
+def test_no_sequence_goes_on_behind_padding(mask):
     used = mask.diagonal(dim1=1, dim2=2)
     assert segments_of(mask, len(mask), used) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_random_mask_is_read_as_itself_or_not_at_all(seed: int) -> None:
+def test_every_random_mask_is_read_as_itself_or_not_at_all(seed):
     """Segments with one bit changed, mostly."""
     generator = torch.Generator().manual_seed(seed)
     cuts = (torch.rand(2, TOKENS, generator=generator) < 0.2).nonzero()
@@ -216,7 +209,7 @@ def test_every_random_mask_is_read_as_itself_or_not_at_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pairs_say_what_the_mask_of_intervals_says(seed: int) -> None:
+def test_pairs_say_what_the_mask_of_intervals_says(seed):
     """Of random intervals around each query, some with padding."""
     generator = torch.Generator().manual_seed(seed)
     cuts = (torch.rand(2, TOKENS, generator=generator) < 0.15).cumsum(-1)
@@ -255,7 +248,7 @@ def test_pairs_say_what_the_mask_of_intervals_says(seed: int) -> None:
         assert segments_of_intervals(sees, kept, 2, window, used, holds=holds) is None
 
 
-def test_flash_attention_does_not_serve_a_cpu() -> None:
+def test_flash_attention_does_not_serve_a_cpu():
     states = [torch.randn(1, 2, 8, 64, dtype=torch.bfloat16)] * 3
     assert not serves_flash_attention(states[0], states[1], states[2])
 
@@ -272,9 +265,7 @@ GPU_CASES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("features", [8, 64, 256])
 @pytest.mark.parametrize(("lengths", "window"), GPU_CASES.values(), ids=GPU_CASES)
-def test_no_worse_than_with_the_mask(
-    lengths: list[list[int]], window: int | None, features: int, dtype: torch.dtype
-) -> None:
+def test_no_worse_than_with_the_mask(lengths, window, features, dtype):
     rows, tokens = len(lengths), sum(lengths[0])
     found = make_segments(lengths, window, "cuda")
     mask = reference.segment_mask(found, rows, tokens, torch.device("cuda"))
@@ -302,7 +293,7 @@ def test_no_worse_than_with_the_mask(
 
 
 @pytest.mark.gpu
-def test_what_flash_attention_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flash_attention_serves(monkeypatch):
     """16 bits of sizes that it has, where it is on, and so many numbers."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -321,7 +312,7 @@ def test_what_flash_attention_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_reading_a_long_mask_takes_no_copy_of_it() -> None:
+def test_reading_a_long_mask_takes_no_copy_of_it():
     tokens = 32768
     mask = torch.ones(1, tokens, tokens, dtype=torch.bool, device="cuda").tril()  # 1 GiB
     torch.cuda.reset_peak_memory_stats()

@@ -2,10 +2,6 @@
 worse than eager's, what is kept and made, and how many products checkpointing computes.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from eager_layers import mlp
@@ -37,7 +33,7 @@ from liger_patch.kernels.lora.projection import LoraProjection
 
 
 @pytest.mark.parametrize("way", slow_but(["bfloat16"], ["bfloat16", "float16", "autocast"]))
-def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> None:
+def test_sums_over_many_slices_are_no_worse(way, device):
     """Each of 150 slices adds to the same gradients."""
     x, parts = mlp_inputs(device, way, (150, HIDDEN))
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
@@ -45,9 +41,7 @@ def test_sums_over_many_slices_are_no_worse(way: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("way", ["bfloat16", "autocast"])
-def test_quantized_bases_are_dequantized_once_in_a_pass(
-    way: str, device: torch.device, record: Any
-) -> None:
+def test_quantized_bases_are_dequantized_once_in_a_pass(way, device, record):
     x, parts = mlp_inputs(device, way, quantized=True)
     how = {"wanted": EVERYTHING, "autocast": WAYS[way][2]}
     check(our_mlp("silu", 3), eager_mlp("silu"), x, parts, **how)
@@ -56,7 +50,7 @@ def test_quantized_bases_are_dequantized_once_in_a_pass(
     assert len(count) == 3 + 3
 
 
-def test_x_alone_is_kept(device: torch.device, kept: list[Tensor]) -> None:
+def test_x_alone_is_kept(device, kept):
     leaves, parts = trainable(*mlp_inputs(device, "float16"))
     y = gated_mlp(leaves["x"], *parts, slice_tokens=3)
     z = gated_mlp(leaves["x"], *(each.weight for each in parts), slice_tokens=3)
@@ -67,7 +61,7 @@ def test_x_alone_is_kept(device: torch.device, kept: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("layer", ["plain", "lora"])
 @pytest.mark.parametrize("wanted", [ADAPTERS, EVERYTHING], ids=["frozen base", "trainable base"])
-def test_nothing_of_the_size_of_gate_is_made(layer: str, wanted: str, cpu_form: Any) -> None:
+def test_nothing_of_the_size_of_gate_is_made(layer, wanted, cpu_form):
     tokens = 500
     leaves, parts = trainable(*mlp_inputs(cpu_form, "float32", (tokens, HIDDEN)), wanted)
     found = []
@@ -86,9 +80,7 @@ def test_nothing_of_the_size_of_gate_is_made(layer: str, wanted: str, cpu_form: 
     ("wanted", "layer", "reentrant"),
     pairwise([ADAPTERS, EVERYTHING], ["plain", "lora"], [True, False]),
 )
-def test_checkpointing_computes_as_many_products(
-    layer: str, wanted: str, reentrant: bool, cpu_form: torch.device
-) -> None:
+def test_checkpointing_computes_as_many_products(layer, wanted, reentrant, cpu_form):
     """As with the layer at once; reentrant, which computes y again, gate and up once more."""
     leaves, parts = trainable(*mlp_inputs(cpu_form, "float32", (12, HIDDEN)), wanted)
 
@@ -117,7 +109,7 @@ def test_checkpointing_computes_as_many_products(
 
 
 @pytest.mark.interpreter
-def test_slices_drop_other_features() -> None:
+def test_slices_drop_other_features():
     """Of rows that are equal, and every feature now and then."""
     one = torch.eye(HIDDEN, dtype=torch.float16)
     base = torch.zeros_like(one)
@@ -135,7 +127,7 @@ def test_slices_drop_other_features() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter serves float16")
-def test_masks_that_are_tensors_run_at_once() -> None:
+def test_masks_that_are_tensors_run_at_once():
     x, parts = mlp_inputs("cpu", "float64", dropout=0.5)
     runs = [results(seeded(our_mlp("silu", tokens)), x, parts) for tokens in (3, None)]
     torch.testing.assert_close(*runs, rtol=0, atol=0)
@@ -143,7 +135,7 @@ def test_masks_that_are_tensors_run_at_once() -> None:
 
 @pytest.mark.parametrize("size", [1024, 14336, 28672])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_slices_are_within_their_budget(size: int, itemsize: int) -> None:
+def test_slices_are_within_their_budget(size, itemsize):
     """Whatever is short runs at once; slices of a long row are nearly equal."""
     most = LONG_BYTES // (5 * size * itemsize)
     assert slice_tokens(most, size, itemsize) is None

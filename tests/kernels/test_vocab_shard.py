@@ -2,8 +2,6 @@
 checks are in ``sharded_head``.
 """
 
-from pathlib import Path
-
 import pytest
 from gloo_group import run
 from kernel_forms import FORMS, INTERPRETED
@@ -18,6 +16,6 @@ SLOW_INTERPRETER = pytest.param(
 
 
 @pytest.mark.parametrize("device", [FORMS[0], SLOW_INTERPRETER, FORMS[2]])
-def test_two_ranks(device: str, tmp_path: Path) -> None:
+def test_two_ranks(device, tmp_path):
     others = () if INTERPRETED else OTHERS
     run("sharded_head.py", str(tmp_path / "group"), device, *KERNELS, *others)
