@@ -2,14 +2,14 @@
 of which no value is taken; with a prefix it is that over all keys, in two parts.
 """
 
-from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import plain_flash
 import pytest
 import torch
 import truths
-from exactness import assert_no_worse
+from layer_checks import check
 from torch import Tensor
 
 from liger_patch.kernels import attention, reference
@@ -17,14 +17,20 @@ from liger_patch.kernels.attention import gradient_of_sinks, prefix_attention, s
 from liger_patch.kernels.segments import Prefixes, Segments
 
 SCALE = 0.3
-NAMES = "query", "key", "value", "sinks"
-Results = dict[str, Tensor | None]
 
 
-def inputs(tokens: int, heads: int, size: int, device: str = "cpu") -> list[Tensor]:
-    torch.manual_seed(0)
-    states = torch.randn(3, 2, heads, tokens, size, device=device, dtype=torch.float64)
-    return [*states, torch.randn(heads, device=device, dtype=torch.float64)]
+def states(
+    batch: int,
+    tokens: int,
+    heads: int,
+    key_heads: int,
+    size: int,
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> dict[str, Tensor]:
+    heads_of = {"query": heads, "key": key_heads, "value": key_heads}
+    shapes = {name: (batch, number, tokens, size) for name, number in heads_of.items()}
+    return {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
 
 
 def by_softmax(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, sees: Tensor) -> Tensor:
@@ -36,14 +42,6 @@ def by_softmax(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, sees: T
     column = sinks[:, None, None].expand(*scores.shape[:3], 1)
     shares = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     return (shares @ value).transpose(1, 2)
-
-
-def with_gradients(call: Callable[..., Tensor], given: list[Tensor], dy: Tensor) -> Results:
-    """The result y of query, key, value and perhaps sinks, and their gradients, by name."""
-    leaves = [each.detach().requires_grad_() for each in given]
-    y = call(*leaves)
-    gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
-    return {"y": y, **dict(zip(NAMES, gradients, strict=False))}
 
 
 def test_the_gradient_of_sinks_is_a_sum_over_rows():
@@ -70,14 +68,11 @@ def _plain_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("starts", [[0], [0, 3, 4]])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_sinks_are_exact_in_float64(groups, starts):
-    states = inputs(7, 4, 8)
-    states[1:3] = [each[:, ::groups].contiguous() for each in states[1:3]]
+    given = states(2, 7, 4, 4 // groups, 8) | {"sinks": torch.randn(4, dtype=torch.float64)}
     segments = sink_segments(7, None, starts, "cpu")
     sees = reference.segment_mask(segments, 2, 7)[:, None]
-    dy = torch.randn(2, 7, 4, 8, dtype=torch.float64)
-    found = with_gradients(lambda *each: sink_attention(*each, segments, SCALE), states, dy)
-    expected = with_gradients(lambda *each: by_softmax(*each, sees), states, dy)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    ours = partial(sink_attention, segments=segments, scale=SCALE)
+    check(ours, partial(by_softmax, sees=sees), given)
 
 
 @pytest.mark.gpu
@@ -86,26 +81,16 @@ def test_sinks_are_exact_in_float64(groups, starts):
 @pytest.mark.parametrize("starts", [[0], [0, 30, 101]])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_flash_attention_with_sinks_is_no_worse(groups, starts, window, dtype):
-    tokens, size = 130, 64
-    states = inputs(tokens, 8, size, "cuda")
-    states[1:3] = [each[:, ::groups] for each in states[1:3]]
-    low = [each.to(dtype).contiguous() for each in states]
+    tokens = 130
+    given = states(2, tokens, 8, 8 // groups, 64, dtype, "cuda")
+    given["sinks"] = torch.randn(8).to("cuda", dtype)
     segments = sink_segments(tokens, window, starts, "cuda")
     sees = reference.segment_mask(segments, 2, tokens, torch.device("cuda"))[:, None]
     if len(starts) == 1:  # flash attention takes rows of one sequence as they are
         segments = Segments(None, tokens, window)
-    dy = torch.randn(2, tokens, 8, size, device="cuda", dtype=torch.float64)
-
-    def on_flash(*given: Tensor) -> Tensor:
-        return sink_attention(*given, segments, SCALE)
-
-    def eager(*given: Tensor) -> Tensor:
-        return by_softmax(*given, sees)
-
-    truth = with_gradients(eager, [each.double() for each in low], dy)
-    ours = with_gradients(on_flash, low, dy)
-    assert_no_worse(ours, with_gradients(eager, low, dy), truth, dtype)
-    assert torch.equal(ours["y"], on_flash(*low))
+    ours = partial(sink_attention, segments=segments, scale=SCALE)
+    found = check(ours, partial(by_softmax, sees=sees), given)
+    assert torch.equal(found["result 0"], ours(**given))
 
 
 # of groups: tokens of the prefix, of the sequences that continue it; then those of other sequences
@@ -114,6 +99,7 @@ ROWS = {
     "groups and others": ([(7, [1, 2, 9]), (1, [4, 1])], [6, 1]),
     "one sequence": ([(3, [2])], [1]),
 }
+BOTH = prefix_attention, truths.segment_attention
 
 
 def make_segments(
@@ -129,23 +115,6 @@ def make_segments(
     longest = max(of_groups), max(of_prefixes)
     shared = Prefixes(sum(of_prefixes), sum(of_groups), cu_seqlens, longest)
     return Segments(ends(lengths), max(lengths), None, prefixes=shared)
-
-
-def make_states(
-    segments: Segments, heads: int, key_heads: int, size: int, device: str = "cpu"
-) -> list[Tensor]:
-    assert segments.cu_seqlens is not None
-    torch.manual_seed(0)
-    shape = 1, heads, int(segments.cu_seqlens[-1]), size
-    states = [torch.randn(shape, device=device, dtype=torch.float64) for _ in range(3)]
-    return [states[0], *(each[:, :key_heads].contiguous() for each in states[1:])]
-
-
-def results(call, states: list[Tensor], segments: Segments, scale: float | None) -> Results:
-    batch, heads, tokens, size = states[0].shape
-    torch.manual_seed(1)
-    dy = torch.randn(batch, tokens, heads, size, device=states[0].device, dtype=torch.float64)
-    return with_gradients(lambda *each: call(*each, segments, scale), states, dy)
 
 
 def test_the_reference_shows_a_prefix_to_its_group():
@@ -169,10 +138,8 @@ def test_the_reference_shows_a_prefix_to_its_group():
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_two_parts_are_exact_in_float64(rows, key_heads, scale):
     segments = make_segments(*rows)
-    states = make_states(segments, 4, key_heads, 8)
-    found = results(prefix_attention, states, segments, scale)
-    expected = results(truths.segment_attention, states, segments, scale)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    given = states(1, int(segments.cu_seqlens[-1]), 4, key_heads, 8)
+    check(*(partial(each, segments=segments, scale=scale) for each in BOTH), given)
 
 
 @pytest.mark.gpu
@@ -181,10 +148,7 @@ def test_two_parts_are_exact_in_float64(rows, key_heads, scale):
 @pytest.mark.parametrize("key_heads", [8, 2])
 def test_two_flash_attentions_are_no_worse(key_heads, size, dtype):
     segments = make_segments([(150, [70, 300, 1]), (17, [33, 129])], [200, 1], "cuda")
-    states = make_states(segments, 8, key_heads, size, "cuda")
-    low = [each.to(dtype) for each in states]
-    ours = results(prefix_attention, low, segments, None)
-    eager = results(truths.segment_attention, low, segments, None)
-    truth = results(truths.segment_attention, [each.double() for each in low], segments, None)
-    assert_no_worse(ours, eager, truth, dtype)
-    assert torch.equal(ours["y"], results(prefix_attention, low, segments, None)["y"])
+    given = states(1, int(segments.cu_seqlens[-1]), 8, key_heads, size, dtype, "cuda")
+    ours, eager = (partial(each, segments=segments) for each in BOTH)
+    found = check(ours, eager, given)
+    assert torch.equal(found["result 0"], ours(**given))
