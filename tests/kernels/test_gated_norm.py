@@ -43,25 +43,10 @@ def test_gated_norm(shape, size, dtype, activation, gate_first, device):
     )
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
-def test_a_gate_beside_others_in_memory_is_not_copied(gate_first, device, kept):
-    """As a layer's projection leaves it. dy is as the output's product gives it, transposed."""
-    both = torch.randn(4, 6, 50, device=device, dtype=torch.bfloat16)
-    inputs = {"both": both, "weight": torch.randn(20, device=device, dtype=torch.bfloat16)}
-
-    def eager(both: Tensor, weight: Tensor) -> Tensor:
-        x, gate = both[..., :20], both[..., 30:]
-        return EAGER[gate_first](x, gate, weight, 10, "silu").transpose(0, 1)
-
-    def ours(both: Tensor, weight: Tensor) -> Tensor:
-        x, gate = both[..., :20], both[..., 30:]
-        y = gated_norm(x, gate, weight, EPS, group_size=10, gate_first=gate_first)
-        return y.transpose(0, 1)
-
-    check(ours, eager, inputs)
-    kept.clear()
-    both = both.requires_grad_()
-    gated_norm(both[..., :20], both[..., 30:], inputs["weight"], EPS)
+def test_a_gate_beside_others_in_memory_is_not_copied(device, kept):
+    """As a layer's projection leaves it."""
+    both = torch.randn(4, 6, 50, device=device, requires_grad=True)
+    gated_norm(both[..., :20], both[..., 30:], torch.randn(20, device=device), EPS)
     memory = {t.untyped_storage().data_ptr() for t in kept}
     assert len(kept) == 4
     assert len(memory) == 3  # x and gate, the weight, one number a row
