@@ -42,21 +42,6 @@ def test_any_shape(shape, dtype, cpu_form):
     check_linear(inputs, labels, **filled(OPTIONS["everything"], tokens, vocab_size, cpu_form))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.functional, "linear_cross_entropy"),
-    reason="this torch has no linear_cross_entropy",
-)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_equals_torch_linear_cross_entropy(reduction, label_smoothing):
-    inputs, labels = linear_inputs(torch.float64, CPU)
-    how = {"reduction": reduction, "label_smoothing": label_smoothing}
-    theirs = torch.nn.functional.linear_cross_entropy(
-        inputs["hidden_states"], inputs["weight"], labels, **how
-    )
-    torch.testing.assert_close(linear_cross_entropy(**inputs, labels=labels, **how), theirs)
-
-
 def test_adapter_in_float32_beside_a_bf16_head(device):
     """As PEFT keeps it: each gradient comes in its input's own dtype."""
     inputs, labels = linear_inputs(torch.bfloat16, device, 64, rank=8)
