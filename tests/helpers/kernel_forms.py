@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,21 +22,6 @@ def form(request: pytest.FixtureRequest) -> torch.device:
     if INTERPRETED and request.node.get_closest_marker("interpreter") is None:
         pytest.skip("with TRITON_INTERPRET=1 the CPU runs Triton's interpreter")
     return torch.device(request.param)
-
-
-def note_launches(monkeypatch: pytest.MonkeyPatch, *launchers: str) -> list[str]:
-    """Return the names of launchers of Triton kernels ("module.function"), as calls append them."""
-    found: list[str] = []
-    for launcher in launchers:
-        path, name = f"liger_patch.kernels.triton.{launcher}", launcher.partition(".")[2]
-        function = pkgutil.resolve_name(path)
-
-        def noted(*arguments: Any, function: Any = function, name: str = name) -> Any:
-            found.append(name)
-            return function(*arguments)
-
-        monkeypatch.setattr(path, noted)
-    return found
 
 
 def speed_up_interpreter() -> None:

@@ -168,17 +168,15 @@ def check(
     eager: Layer,
     inputs: Mapping[str, Tensor],
     *,
-    truth: Layer | None = None,
     dtype: torch.dtype | None = None,
     eps: int = 1,
     autocast: bool = False,
     upstream_dtype: torch.dtype | None = None,
     **how: Any,
 ) -> dict[str, Tensor | None]:
-    """Hold ours to the rule; return our results.
+    """Hold ours to the rule; return our results. The truth is what eager computes in float64.
 
     Args:
-        truth: of inputs in float64; by default what eager computes of them.
         dtype, eps: as of ``assert_no_worse``; by default the dtype of the first input.
         autocast: of ours and of eager.
         upstream_dtype: of the truth, and
@@ -190,7 +188,7 @@ def check(
     )
     wide = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
     how["upstream_dtype"] = upstream_dtype
-    exact = results_and_gradients(truth or eager, wide, **how)
+    exact = results_and_gradients(eager, wide, **how)
     for name, value in plain.items():
         got = our[name]
         assert (got is None) == (value is None), name
