@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def truth_in_parts(inputs, labels, **options):
     return {"loss": total} | {name: value.grad for name, value in exact.items()}
 
 
+def ours_of(inputs, labels, *, autocast=None, **options):
+    call = partial(linear_cross_entropy, labels=labels, **options)
+    return results_and_gradients(call, inputs, autocast=autocast)
+
+
+def eager_of(inputs, labels, *, autocast=None, **options):
+    def call(hidden_states, weight):
+        return eager_cross_entropy(linear(hidden_states, weight), labels, **options)
+
+    return results_and_gradients(call, inputs, autocast=autocast)
+
+
 @pytest.mark.parametrize(
     ("shape", "ignored", "options"),
     [
@@ -75,17 +88,10 @@ def truth_in_parts(inputs, labels, **options):
 )
 def test_real_shapes(shape, ignored, options):
     inputs, labels = gpu_inputs(torch.bfloat16, *shape, ignored=ignored)
-    ours, again = (
-        results_and_gradients(
-            lambda **x: linear_cross_entropy(**x, labels=labels, **options), inputs
-        )
-        for _ in range(2)
-    )
+    ours, again = (ours_of(inputs, labels, **options) for _ in range(2))
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     del again
-    eager = results_and_gradients(
-        lambda **x: eager_cross_entropy(linear(*x.values()), labels, **options), inputs
-    )
+    eager = eager_of(inputs, labels, **options)
     torch.cuda.empty_cache()
     assert_no_worse(ours, eager, truth_in_parts(inputs, labels, **options), torch.bfloat16)
 
@@ -95,23 +101,13 @@ def test_more_logits_than_32_bits_count(chunk_mib):
     tokens, vocab_size = 20_000, 128_256
     assert tokens * vocab_size > 2**31
     inputs, labels = gpu_inputs(torch.bfloat16, tokens, 128, vocab_size)
-    ours = results_and_gradients(
-        lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib), inputs
-    )
+    ours = ours_of(inputs, labels, chunk_mib=chunk_mib)
     truth = truth_in_parts(inputs, labels)
     last = slice(-64, None)
-
-    def eager(hidden_states):
-        logits = linear(hidden_states, inputs["weight"])
-        return eager_cross_entropy(logits, labels[last], num_items_in_batch=tokens)
-
-    rows = {"hidden_states": inputs["hidden_states"][last]}
-    assert_no_worse(
-        {"hidden_states": ours["hidden_states"][last]},
-        {"hidden_states": results_and_gradients(eager, rows)["hidden_states"]},
-        {"hidden_states": truth["hidden_states"][last]},
-        torch.bfloat16,
-    )
+    rows = inputs | {"hidden_states": inputs["hidden_states"][last]}
+    eager = eager_of(rows, labels[last], num_items_in_batch=tokens)["hidden_states"]
+    our_rows, true_rows = ({"dx": each["hidden_states"][last]} for each in (ours, truth))
+    assert_no_worse(our_rows, {"dx": eager}, true_rows, torch.bfloat16)
     dweight, exact = ours["weight"].double(), truth["weight"]
     # a row of logits at the wrong offset would be another vector altogether
     assert (dweight - exact).norm() < 0.1 * exact.norm()
@@ -123,18 +119,15 @@ def test_more_ready_made_logits_than_32_bits_count():
     logits = torch.randn(tokens, vocab_size, device=CUDA, dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (tokens,), device=CUDA)
     last = slice(-64, None)
-    ours = results_and_gradients(
-        lambda logits: cross_entropy(logits, labels, reduction="none"), {"logits": logits}
-    )
+
+    def losses_of(function, logits, labels):
+        call = partial(function, labels=labels, reduction="none")
+        return results_and_gradients(call, {"logits": logits})
+
+    ours = losses_of(cross_entropy, logits, labels)
     ours = {name: value[last] for name, value in ours.items()}
-    tail, tail_labels = {"logits": logits[last]}, labels[last]
-    eager = results_and_gradients(
-        lambda logits: eager_cross_entropy(logits, tail_labels, reduction="none"), tail
-    )
-    truth = results_and_gradients(
-        lambda logits: reference.cross_entropy(logits, tail_labels, reduction="none"),
-        {"logits": logits[last].double()},
-    )
+    eager = losses_of(eager_cross_entropy, logits[last], labels[last])
+    truth = losses_of(reference.cross_entropy, logits[last].double(), labels[last])
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
@@ -196,16 +189,9 @@ def test_tensors_of_a_device_that_is_not_the_current_one(reduction):
     for index in (0, 1):
         inputs, labels = linear_inputs(torch.bfloat16, torch.device("cuda", index), bias=True)
         assert torch.cuda.current_device() == 0
-        upstream = torch.full(
-            (len(labels),) if reduction == "none" else (), 3.0, device=labels.device
-        )
-        ours = results_and_gradients(
-            lambda labels=labels, **x: linear_cross_entropy(
-                **x, labels=labels, reduction=reduction
-            ),
-            inputs,
-            upstream,
-        )
+        call = partial(linear_cross_entropy, labels=labels, reduction=reduction)
+        upstream = torch.full_like(call(**inputs), 3.0)
+        ours = results_and_gradients(call, inputs, upstream)
         logits = linear(*inputs.values())
         ours["ready-made"] = cross_entropy(logits, labels)
         assert all(value.device.index == index for value in ours.values())
@@ -217,14 +203,8 @@ def test_tensors_of_a_device_that_is_not_the_current_one(reduction):
 @pytest.mark.parametrize("chunk_mib", [TRAINED_CHUNK_MIB, 0.25])
 def test_autocast_over_float32_weights(dtype, chunk_mib):
     inputs, labels = gpu_inputs(torch.float32, 500, 256, 1021, ignored=0.2)
-    ours = results_and_gradients(
-        lambda **x: linear_cross_entropy(**x, labels=labels, chunk_mib=chunk_mib),
-        inputs,
-        autocast=dtype,
-    )
-    eager = results_and_gradients(
-        lambda **x: eager_cross_entropy(linear(*x.values()), labels), inputs, autocast=dtype
-    )
+    ours = ours_of(inputs, labels, chunk_mib=chunk_mib, autocast=dtype)
+    eager = eager_of(inputs, labels, autocast=dtype)
     assert_no_worse(ours, eager, truth_in_parts(inputs, labels), dtype)
     assert ours["weight"].dtype == torch.float32
     if hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8
