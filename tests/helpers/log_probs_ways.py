@@ -10,7 +10,6 @@ import truths
 from exactness import error
 from three_ways import Results, dtype_of, hold, labels_in_order, logits_in_order, paired, three
 from torch import Tensor
-from torch.nn.functional import linear
 
 from liger_patch.kernels.backend import accumulation_dtype
 from liger_patch.kernels.linear_log_probs import LogProbs, linear_log_probs
@@ -138,13 +137,10 @@ def _certain(
     """
     options = dict(options)
     supervised = labels != options.pop("ignore_index", -100)
-
-    def logits(**x: Tensor) -> Tensor:
-        total = linear(x["hidden_states"], x["weight"], x.get("bias"))
-        return total + linear(x["low_rank"], x["low_rank_weight"]) if "low_rank" in x else total
-
-    z = bent(logits(**{name: value.to(dtype) for name, value in inputs.items()}), **options)
-    exact = bent(logits(**{name: value.double() for name, value in inputs.items()}), **options)
+    z, exact = (
+        bent(logits_in_order(0, **{name: x.to(each) for name, x in inputs.items()})[0], **options)
+        for each in (dtype, torch.float64)
+    )
     label = torch.where(supervised, labels, 0).long()[:, None]
     margin = exact.gather(1, label) - exact.scatter(1, label, -torch.inf).amax(1, keepdim=True)
     largest = exact.abs().max() if len(labels) else 0.0

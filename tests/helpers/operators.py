@@ -134,22 +134,23 @@ def of_layer(call: Callable[..., Any], eager: Callable[..., Any]) -> dict[str, A
     return {"call": call, "rule": partial(layer_checks.check, call, eager)}
 
 
-def loss_rule(check: Callable[..., Any], tensors: Tensors, frozen: Collection[str], **how: Any):
-    """``view``: of upstream gradients."""
-    view, others = how.pop("view", lambda upstream: upstream), {}
-    inputs = dict(tensors)
-    for name in ("labels", *WIDE):
-        if name in inputs:
-            others[name] = inputs.pop(name)
-    frozen = [name for name in frozen if name in inputs]
-    labels = others.pop("labels")
+def loss_rule(
+    check: Callable[..., Any],
+    tensors: Tensors,
+    frozen: Collection[str],
+    view: Callable[[Tensor], Tensor] = lambda upstream: upstream,
+    **how: Any,
+):
+    inputs = {n: v for n, v in tensors.items() if n not in ("labels", *WIDE)}
+    frozen, labels = [name for name in frozen if name in inputs], tensors["labels"]
     upstream = torch.linspace(-1, 2, len(labels), device=labels.device)
     if check is check_log_probs:
         given = {name: view(upstream * (i + 1)) for i, name in enumerate(DIFFERENTIABLE)}
         return check(inputs, labels, upstream=given, frozen=frozen, outputs=DIFFERENTIABLE)
     if how.get("reduction") != "none":
         upstream = torch.tensor(-1.7, device=labels.device)
-    how |= others | {"upstream": view(upstream) if upstream.dim() else upstream}
+    how |= {name: tensors[name] for name in WIDE}
+    how["upstream"] = view(upstream) if upstream.dim() else upstream
     if check is check_logits:
         return check(inputs["logits"], labels, **how)
     return check(inputs, labels, frozen=frozen, **how)
@@ -231,19 +232,13 @@ def of_parts(layer: Callable[..., Any]) -> Callable[..., Any]:
     return of_tensors(layer, parts)
 
 
-def made_parts(inputs: Callable[..., Any], tokens: int) -> Tensors:
-    return tensors_of(*inputs("cpu", "float32", (2, tokens, 40), bias=True))
+def made_parts(inputs: Callable[..., Any], tokens: int, **how: Any) -> Tensors:
+    """``how`` as of ``projection``."""
+    return tensors_of(*inputs("cpu", "float32", (2, tokens, 40), **how))
 
 
 def lora_mlp(x: Tensor, parts: Any, **how: Any) -> Tensor:
     return gated_mlp(x, *parts, activation="gelu_tanh", **how)
-
-
-def made_linears(tokens: int) -> Tensors:
-    def inputs(device: Any, way: str, shape: Any, bias: bool) -> Any:
-        return linears_inputs(device, way, shape)
-
-    return made_parts(inputs, tokens)
 
 
 LOG_PROBS = {
@@ -262,7 +257,7 @@ EXPERTS = {
     "dtype": torch.float16,  # as of LORA
     "wanted": (r".*\.[ab]", r"x|.*\.[ab]", r".*weights?", r".*\.bias|x"),
 }
-LORA_MLP = {"made": partial(made_parts, mlp_inputs), **LORA}
+LORA_MLP = {"made": partial(made_parts, mlp_inputs, bias=True), **LORA}
 
 OPERATORS = {
     "linear_cross_entropy": Operator(
@@ -384,7 +379,7 @@ OPERATORS = {
     ),
     "lora_linears": Operator(
         "lora_linears",
-        made=made_linears,
+        made=partial(made_parts, linears_inputs),
         **LORA,
         **of_layer(of_parts(lora_linears), of_parts(eager_linears)),
     ),

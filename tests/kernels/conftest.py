@@ -76,24 +76,19 @@ def computing_odds(
 
 
 @pytest.fixture(params=FORMS[1:])
-def odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, record: Any) -> Odds:
+def odds(request, monkeypatch, record) -> Odds:
     """Odds of Hopper's kernels."""
     yield from computing_odds("hopper", request.param, monkeypatch, record)
 
 
 @pytest.fixture(params=FORMS[1:])
-def row_odds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, record: Any) -> Odds:
+def row_odds(request, monkeypatch, record) -> Odds:
     """Odds of other GPUs' kernel."""
     yield from computing_odds("rows", request.param, monkeypatch, record)
 
 
 @pytest.fixture(params=FORMS[1:])
-def both_odds(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    record: Any,
-    odds_form: OddsForm,
-) -> Odds:
+def both_odds(request, monkeypatch, record, odds_form) -> Odds:
     """Odds of the kernels that ``odds_form`` names."""
     yield from computing_odds(odds_form, request.param, monkeypatch, record)
 

@@ -48,7 +48,6 @@ def test_student_that_is_nearly_its_teacher(name, dtype, device):
     student, teacher, labels = near_heads(dtype, device)
     ours = check_distillation(student, teacher, labels, **DIVERGENCES[name])
     if name != "tvd":
-        assert ours["loss"] is not None
         assert 1e-5 < ours["loss"].item() < 1e-3
 
 
@@ -110,7 +109,6 @@ def test_vocabularies_of_different_size_have_their_first_classes_in_common(
     budget = chunk_mib(5, 131, dtype)
     how = {"ce_weight": 0.5, "chunk_mib": budget}
     ours = check_distillation(student, teacher, labels, **how)
-    assert ours["student_weight"] is not None
     assert not ours["student_weight"][100:].any() or teacher_vocab > 131
 
 
@@ -239,7 +237,6 @@ def test_real_shape(divergence):
     how = {"chunk_mib": 100, "ce_weight": 0.1, **divergence}
     first, again = (check_distillation(student, teacher, labels, **how) for _ in range(2))
     for name, value in first.items():
-        assert value is not None
         assert torch.equal(value, again[name])
 
 

@@ -64,13 +64,11 @@ def test_x_alone_is_kept(device, kept):
 def test_nothing_of_the_size_of_gate_is_made(layer, wanted, cpu_form):
     tokens = 500
     leaves, parts = trainable(*mlp_inputs(cpu_form, "float32", (tokens, HIDDEN)), wanted)
+    parts = parts if layer == "lora" else [each.weight for each in parts]
     found = []
     for each in (None, 60):
         with LargestTensor() as largest:
-            if layer == "lora":
-                y = gated_mlp(leaves["x"], *parts, slice_tokens=each)
-            else:
-                y = gated_mlp(leaves["x"], *(p.weight for p in parts), slice_tokens=each)
+            y = gated_mlp(leaves["x"], *parts, slice_tokens=each)
             y.backward(torch.ones_like(y))
         found.append(largest.elements)
     assert found == [tokens * SIZE, tokens * HIDDEN]
@@ -83,13 +81,12 @@ def test_nothing_of_the_size_of_gate_is_made(layer, wanted, cpu_form):
 def test_checkpointing_computes_as_many_products(layer, wanted, reentrant, cpu_form):
     """As with the layer at once; reentrant, which computes y again, gate and up once more."""
     leaves, parts = trainable(*mlp_inputs(cpu_form, "float32", (12, HIDDEN)), wanted)
+    parts = parts if layer == "lora" else [each.weight for each in parts]
 
     def run(x: Tensor, tokens: int | None) -> Tensor:
-        if layer == "lora":
-            return gated_mlp(x, *parts, slice_tokens=tokens)
-        if tokens is None:  # as its modules compute it
-            return mlp(x, *(each.weight for each in parts))
-        return gated_mlp(x, *(each.weight for each in parts), slice_tokens=tokens)
+        if layer == "plain" and tokens is None:  # as its modules compute it
+            return mlp(x, *parts)
+        return gated_mlp(x, *parts, slice_tokens=tokens)
 
     counts = []
     for tokens in (None, 5):
