@@ -45,3 +45,8 @@ def pairwise(*lists: Iterable[Any]) -> list[Any]:
         )
         for case in cases
     ]
+
+
+def each_pair(**lists: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with ``pairwise`` values of its arguments."""
+    return pytest.mark.parametrize(tuple(lists), pairwise(*lists.values()))

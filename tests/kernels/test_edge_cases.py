@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import (
     LOW_DTYPES,
     OPTIONS,
@@ -30,10 +30,7 @@ def all_zero(results):
     return all(not value.any() and value.isfinite().all() for value in results.values())
 
 
-@pytest.mark.parametrize(
-    ("reduction", "dtype", "tokens"),
-    pairwise(REDUCTIONS, LOW_DTYPES, [0, 5]),
-)
+@each_pair(reduction=REDUCTIONS, dtype=LOW_DTYPES, tokens=[0, 5])
 def test_all_labels_ignored_gives_zero(reduction, dtype, tokens, device):
     inputs, labels = linear_inputs(dtype, device, tokens, bias=True, ignored=1.1)
     logits, _ = logits_inputs(dtype, device, tokens)
@@ -207,13 +204,10 @@ def check_between_rows(matrix):
         assert whole[:, columns:].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype", "operator"),
-    pairwise(
-        [97, 131, 1000],
-        [torch.float32, torch.bfloat16],
-        ["linear_cross_entropy", "linear_log_probs"],
-    ),
+@each_pair(
+    vocab_size=[97, 131, 1000],
+    dtype=[torch.float32, torch.bfloat16],
+    operator=["linear_cross_entropy", "linear_log_probs"],
 )
 def test_products_read_no_memory_between_rows(operator, dtype, vocab_size, cpu_form):
     x = torch.randn(9, 16).to(dtype).requires_grad_()

@@ -21,7 +21,7 @@ from lora_checks import (
     results,
     seeded,
 )
-from slow_cases import pairwise
+from slow_cases import each_pair
 from torch import Tensor
 
 from liger_patch.kernels import fp8
@@ -54,10 +54,7 @@ def weight_of(rows: Tensor, dtype: torch.dtype) -> Fp8Weight:
     return Fp8Weight(numbers.view(torch.uint8), scales.view(-1), dtype)
 
 
-@pytest.mark.parametrize(
-    ("folded", "number", "rows"),
-    pairwise([False, True], [1, 2, 3, 4], [1, 7]),
-)
+@each_pair(folded=[False, True], number=[1, 2, 3, 4], rows=[1, 7])
 def test_numbers_of_e4m3_are_kept_bit_by_bit(rows, number, folded, device):
     widths = [48, 16, 2064, 5][:number]
     truth = [of_bytes(rows, width) for width in widths]

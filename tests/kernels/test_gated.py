@@ -5,19 +5,16 @@ compute in the same dtype.
 import pytest
 import torch
 from layer_checks import ACTIVATIONS, check, gated
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES
 from torch import Tensor
 
 
-@pytest.mark.parametrize(
-    ("halves", "activation", "shape", "dtype"),
-    pairwise(
-        [False, True],
-        ACTIVATIONS,
-        [(1,), (8, 128), (64, 128), (3, 5, 37), (7, 2100), (0, 4), (3, 0)],
-        DTYPES,
-    ),
+@each_pair(
+    halves=[False, True],
+    activation=ACTIVATIONS,
+    shape=[(1,), (8, 128), (64, 128), (3, 5, 37), (7, 2100), (0, 4), (3, 0)],
+    dtype=DTYPES,
 )
 def test_gated(halves, activation, shape, dtype, device):
     """Of two tensors, or of the halves of one."""

@@ -9,7 +9,7 @@ import torch
 from eager_layers import MLP_SIZE, mlp, mlp_tensors
 from layer_checks import ACTIVATIONS, check, gated_mlp
 from lora_checks import Quantized
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def trainable(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().requires_grad_() for name, value in inputs.items()}
 
 
-@pytest.mark.parametrize(("form", "shape", "dtype"), pairwise(FORMS, SHAPES.values(), DTYPES))
+@each_pair(form=FORMS, shape=SHAPES.values(), dtype=DTYPES)
 def test_gated_mlp(form, shape, dtype, device):
     quantized, slice_tokens, activation = form
     inputs = mlp_tensors(shape, device, dtype)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES, OPTIONS, check_linear, chunk_mib, filled, linear_inputs
 
 from liger_patch.kernels import reference
@@ -49,9 +49,11 @@ def test_adapter_in_float32_beside_a_bf16_head(device):
     check_linear(inputs, labels, frozen=["weight"])
 
 
-@pytest.mark.parametrize(
-    ("mixture", "dtype", "reduction", "ignored"),
-    pairwise(MIXTURES, [torch.bfloat16, torch.float16], ["none", "mean"], [0.0, 0.3]),
+@each_pair(
+    mixture=MIXTURES,
+    dtype=[torch.bfloat16, torch.float16],
+    reduction=["none", "mean"],
+    ignored=[0.0, 0.3],
 )
 def test_autocast_is_that_of_linear(mixture, dtype, reduction, ignored):
     inputs, labels = linear_inputs(torch.float32, CPU, bias=True, ignored=ignored)

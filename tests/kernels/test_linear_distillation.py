@@ -6,7 +6,7 @@ import pytest
 import torch
 from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
 from exactness import assert_no_worse
-from slow_cases import pairwise, slow_but
+from slow_cases import each_pair, slow_but
 from three_ways import DTYPES, LOW_DTYPES, chunk_mib, results_and_gradients
 from torch import Tensor
 from torch.nn.functional import kl_div, linear, log_softmax
@@ -19,10 +19,7 @@ from liger_patch.kernels.linear_distillation import linear_distillation
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("options", "divergence", "dtype"),
-    pairwise(OPTIONS.values(), DIVERGENCES.values(), DTYPES),
-)
+@each_pair(options=OPTIONS.values(), divergence=DIVERGENCES.values(), dtype=DTYPES)
 def test_every_divergence_and_option_in_every_dtype(divergence, options, dtype, device):
     student, teacher, labels = heads(dtype, device, bias=True)
     budget = chunk_mib(5, 131, dtype)
@@ -142,9 +139,8 @@ def test_logits_of_minus_infinity_in_both_have_no_part(cpu_form):
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize(
-    ("trains", "name", "divergence"),
-    pairwise([True, False], ["plain", "temperature", "softcap"], DIVERGENCES.values()),
+@each_pair(
+    trains=[True, False], name=["plain", "temperature", "softcap"], divergence=DIVERGENCES.values()
 )
 def test_entropies_of_the_student(divergence, name, trains, device):
     student, teacher, labels = heads(torch.float32, device, 9, bias=True)

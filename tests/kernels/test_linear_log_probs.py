@@ -7,7 +7,7 @@ import pytest
 import torch
 import truths
 from log_probs_ways import CASES, FIELDS, UPSTREAM, check_log_probs, upstream_of
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES, LOW_DTYPES, chunk_mib, linear_inputs
 from torch.nn.functional import linear
 
@@ -24,13 +24,10 @@ SHAPES = {  # N, H, V
 FROZEN = [(), ("hidden_states",), ("weight", "bias"), ("hidden_states", "weight")]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "asked"),
-    pairwise(
-        CASES.values(),
-        DTYPES,
-        [("all", FIELDS), ("sum_times", FIELDS), ("mean", ()), ("per_token", ())],
-    ),
+@each_pair(
+    case=CASES.values(),
+    dtype=DTYPES,
+    asked=[("all", FIELDS), ("sum_times", FIELDS), ("mean", ()), ("per_token", ())],
 )
 def test_every_option_in_every_dtype(case, dtype, asked, device):
     """Of all results, and of log-probabilities alone."""
@@ -40,9 +37,8 @@ def test_every_option_in_every_dtype(case, dtype, asked, device):
     check_log_probs(inputs, labels, upstream=upstream, outputs=outputs, chunk_mib=budget, **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "same_gradient", "frozen", "dtype"),
-    pairwise(UPSTREAM, [True, False], FROZEN, [torch.bfloat16, torch.float32]),
+@each_pair(
+    kind=UPSTREAM, same_gradient=[True, False], frozen=FROZEN, dtype=[torch.bfloat16, torch.float32]
 )
 def test_any_upstream_gradient(kind, same_gradient, frozen, dtype, device):
     """Of the results that have one."""

@@ -22,12 +22,11 @@ from lora_checks import (
     results,
     trainable,
 )
-from slow_cases import pairwise
+from slow_cases import each_pair
 
 
-@pytest.mark.parametrize(
-    ("base", "which", "way"),
-    pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], PROJECTIONS, WAYS),
+@each_pair(
+    base=[(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], which=PROJECTIONS, way=WAYS
 )
 def test_lora_linears(way, which, base, device):
     quantized, wanted = base

@@ -26,7 +26,7 @@ from lora_checks import (
     results,
     seeded,
 )
-from slow_cases import pairwise, slow_but
+from slow_cases import each_pair, slow_but
 from torch import Tensor
 
 from liger_patch.kernels.backend import HAS_TRITON
@@ -180,10 +180,7 @@ LAYERS: dict[str, tuple[Layer, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layer", "reentrant", "way"),
-    pairwise(LAYERS, [True, False], ["float64", "float16", "autocast"]),
-)
+@each_pair(layer=LAYERS, reentrant=[True, False], way=["float64", "float16", "autocast"])
 def test_checkpoints_give_the_same_bits(layer, reentrant, way, device):
     """The second forward pass draws the same masks."""
     function, inputs = LAYERS[layer]

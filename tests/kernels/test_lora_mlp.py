@@ -15,7 +15,7 @@ from lora_checks import (
     mlp_inputs,
     our_mlp,
 )
-from slow_cases import pairwise
+from slow_cases import each_pair
 
 FORMS = [  # activation, tokens of a slice, whether there are biases
     *((activation, None, False) for activation in ACTIVATIONS),
@@ -23,10 +23,7 @@ FORMS = [  # activation, tokens of a slice, whether there are biases
 ]
 
 
-@pytest.mark.parametrize(
-    ("base", "form", "way"),
-    pairwise([(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], FORMS, WAYS),
-)
+@each_pair(base=[(False, ADAPTERS), (False, EVERYTHING), (True, EVERYTHING)], form=FORMS, way=WAYS)
 def test_lora_mlp(way, form, base, device):
     (quantized, wanted), (activation, slice_tokens, bias) = base, form
     x, parts = mlp_inputs(device, way, bias=bias, quantized=quantized)

@@ -20,7 +20,7 @@ from lora_checks import (
     seeded,
     trainable,
 )
-from slow_cases import pairwise
+from slow_cases import each_pair
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -52,10 +52,7 @@ def test_gate_and_up_are_freed_before_the_products_of_dx(device, record):
     assert alive == [[False, False]]
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "dropout", "wanted"),
-    pairwise([True, False], [0.0, 0.5], ["x", EVERYTHING]),
-)
+@each_pair(reentrant=[True, False], dropout=[0.0, 0.5], wanted=["x", EVERYTHING])
 def test_checkpointing_leaves_out_the_last_product(dropout, reentrant, wanted, device, record):
     """Nothing behind the last saved tensor is computed again, but by reentrant checkpoints."""
     x, parts = mlp_inputs(device, "float16", dropout=dropout, quantized=True)

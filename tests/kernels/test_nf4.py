@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -52,10 +52,7 @@ def truth(
     return products.to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("nested", "blocksize", "dtype"),
-    pairwise([False, True], [32, 64, 256, 4096], FLOATS),
-)
+@each_pair(nested=[False, True], blocksize=[32, 64, 256, 4096], dtype=FLOATS)
 def test_all_numbers_have_the_same_bits(dtype, blocksize, nested, kernel_device):
     from liger_patch.kernels.triton.nf4 import TILE, dequantized
 
@@ -97,10 +94,7 @@ def test_offsets_beyond_2_31(nested):
         assert torch.equal(whole[begin : begin + size], expected)
 
 
-@pytest.mark.parametrize(
-    ("double_quantized", "shape", "dtype"),
-    pairwise([False, True], [(131, 72), (7, 71), (40, 576)], FLOATS),
-)
+@each_pair(double_quantized=[False, True], shape=[(131, 72), (7, 71), (40, 576)], dtype=FLOATS)
 def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     dtype, shape, double_quantized, kernel_device, monkeypatch
 ):

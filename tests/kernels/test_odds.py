@@ -3,7 +3,7 @@
 import pytest
 import torch
 from odds_cases import MARKS, SERVED
-from slow_cases import pairwise, slow_but
+from slow_cases import each_pair, slow_but
 from three_ways import check_linear, chunk_mib, filled, linear_inputs, results_and_gradients
 
 from liger_patch.kernels.head import odds as forms
@@ -20,9 +20,10 @@ def test_every_option(options, both_odds):
     check_linear(inputs, labels, chunk_mib=chunk_mib(5, 131, dtype), **options)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "frozen", "ignored"),
-    pairwise(["none", "mean", "sum"], [(), ("hidden_states",), ("weight",)], [0.0, 0.5]),
+@each_pair(
+    reduction=["none", "mean", "sum"],
+    frozen=[(), ("hidden_states",), ("weight",)],
+    ignored=[0.0, 0.5],
 )
 def test_every_reduction_with_any_upstream_gradient(reduction, frozen, ignored, both_odds):
     device, dtype = both_odds

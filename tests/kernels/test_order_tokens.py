@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 
 pytest.importorskip("triton")
 
@@ -17,9 +17,10 @@ def _memory_is_filled() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ignored", "tokens"),
-    pairwise([torch.int64, torch.int32, torch.int16], [0.0, 0.4, 1.0], [0, 1, 2048, 4111]),
+@each_pair(
+    dtype=[torch.int64, torch.int32, torch.int16],
+    ignored=[0.0, 0.4, 1.0],
+    tokens=[0, 1, 2048, 4111],
 )
 def test_all_results_are_written(tokens, ignored, dtype, kernel_device):
     from liger_patch.kernels.triton.labels import order_tokens

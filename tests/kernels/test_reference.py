@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import linear_inputs, logits_inputs
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
@@ -24,9 +24,11 @@ def assert_same(ours, theirs, logits):
     torch.testing.assert_close(*(torch.autograd.grad(loss, leaf, upstream) for loss in losses))
 
 
-@pytest.mark.parametrize(
-    ("reduction", "label_smoothing", "weighted", "ignore_index"),
-    pairwise(["none", "mean", "sum"], [0.0, 0.2, 1.0], [False, True], [-100, 3]),
+@each_pair(
+    reduction=["none", "mean", "sum"],
+    label_smoothing=[0.0, 0.2, 1.0],
+    weighted=[False, True],
+    ignore_index=[-100, 3],
 )
 def test_reference_is_torch_cross_entropy(reduction, label_smoothing, weighted, ignore_index):
     logits, labels = logits_inputs(torch.float64, CPU, ignore_index=ignore_index)

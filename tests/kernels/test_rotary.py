@@ -2,11 +2,10 @@
 compute in the same dtype, at positions in any order.
 """
 
-import pytest
 import torch
 from eager_layers import rotated, rotated_beside, tables
 from layer_checks import check
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES
 from torch import Tensor
 
@@ -27,14 +26,11 @@ FORMS = {  # what the models compute, and the operator's options
 }
 
 
-@pytest.mark.parametrize(
-    ("form", "given", "kind", "dtype"),
-    pairwise(
-        FORMS,
-        [("qk", 16), ("qk", 10), ("q", 10)],  # of 16 features
-        ["packed", "any order", "shared", "of no pair"],
-        DTYPES,
-    ),
+@each_pair(
+    form=FORMS,
+    given=[("qk", 16), ("qk", 10), ("q", 10)],  # of 16 features
+    kind=["packed", "any order", "shared", "of no pair"],
+    dtype=DTYPES,
 )
 def test_rotary(form, given, kind, dtype, device):
     (eager, options), (names, turned) = FORMS[form], given

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES, LOW_DTYPES
 
 from liger_patch.kernels.head.gradients import scale_
@@ -12,10 +12,7 @@ from liger_patch.kernels.head.gradients import scale_
 SIZES = [(0,), (1,), (8191,), (8193,), (3, 5, 7), (131, 64)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size", "factor"),
-    pairwise(DTYPES, SIZES, [1.0, -2.0, 0.3, 0.0]),
-)
+@each_pair(dtype=DTYPES, size=SIZES, factor=[1.0, -2.0, 0.3, 0.0])
 def test_values_are_multiplied_in_place(dtype, size, factor, device):
     number = math.prod(size)
     whole = torch.randn(number + 5, device=device).to(dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import truths
 from layer_checks import check
-from slow_cases import pairwise
+from slow_cases import each_pair
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -56,10 +56,7 @@ def test_the_reference_is_a_causal_mask_within_each_sequence():
     torch.testing.assert_close(mask_of([[2, 3, 1]], window=2)[0], windowed)
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "window", "lengths"),
-    pairwise([1, 7 * TOKENS, 2**20], [None, 2, 7, 17], LENGTHS.values()),
-)
+@each_pair(block_bytes=[1, 7 * TOKENS, 2**20], window=[None, 2, 7, 17], lengths=LENGTHS.values())
 def test_segments_are_read_from_their_mask(lengths, window, block_bytes, monkeypatch):
     monkeypatch.setattr(segments, "BLOCK_BYTES", block_bytes)
     longest = max(length for row in lengths for length in row)

@@ -22,7 +22,7 @@ from lora_checks import (
     seeded,
     trainable,
 )
-from slow_cases import pairwise, slow_but
+from slow_cases import each_pair, slow_but
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,10 +74,7 @@ def test_nothing_of_the_size_of_gate_is_made(layer, wanted, cpu_form):
     assert found == [tokens * SIZE, tokens * HIDDEN]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "layer", "reentrant"),
-    pairwise([ADAPTERS, EVERYTHING], ["plain", "lora"], [True, False]),
-)
+@each_pair(wanted=[ADAPTERS, EVERYTHING], layer=["plain", "lora"], reentrant=[True, False])
 def test_checkpointing_computes_as_many_products(layer, wanted, reentrant, cpu_form):
     """As with the layer at once; reentrant, which computes y again, gate and up once more."""
     leaves, parts = trainable(*mlp_inputs(cpu_form, "float32", (12, HIDDEN)), wanted)

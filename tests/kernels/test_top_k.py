@@ -1,9 +1,8 @@
 """Distillation from a teacher of which the likeliest classes are known."""
 
-import pytest
 import torch
 from distillation_ways import heads
-from slow_cases import pairwise
+from slow_cases import each_pair
 from three_ways import DTYPES, _check, chunk_mib, logits_in_order
 from torch import Tensor
 from torch.nn.functional import linear
@@ -54,10 +53,7 @@ def _rest(log_probs: Tensor) -> Tensor:
     return torch.log(-torch.expm1(log_probs.logsumexp(1, keepdim=True)))
 
 
-@pytest.mark.parametrize(
-    ("tail", "options", "dtype"),
-    pairwise([True, False], OPTIONS.values(), DTYPES),
-)
+@each_pair(tail=[True, False], options=OPTIONS.values(), dtype=DTYPES)
 def test_every_option_in_every_dtype(options, tail, dtype, device):
     student, teacher, labels = heads(dtype, device, 7, spread=0.3)
     student["student_hidden"] = student["student_hidden"] / 4
