@@ -7,6 +7,7 @@ gradients obey the rule of ``three_ways`` and every rank has the same bits.
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,15 +228,17 @@ def check_collectives() -> None:
     leaves = {name: value.requires_grad_() for name, value in own.items()}
     ignored = torch.full_like(labels, -100)
     every: dict[str, Any] = {"softcap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1}
-    cases: list[tuple[Callable[[], Any], int]] = [  # and how many numbers of a token are gathered
-        (lambda: linear_cross_entropy(**leaves, labels=labels, **how).backward(), 3),
-        (lambda: linear_cross_entropy(**leaves, labels=labels, **every, **how).backward(), 5),
-        (lambda: linear_cross_entropy(**leaves, labels=ignored, **how).backward(), 0),
-        (lambda: _log_probs_mean(leaves, labels, how).backward(), 7),
+    of_shard = partial(linear_cross_entropy, **leaves, **how)
+    of_labels = partial(linear_log_probs, **leaves, labels=labels, outputs=FIELDS, **how)
+    cases = [  # and how many numbers of a token are gathered
+        (lambda: of_shard(labels=labels), 3),
+        (lambda: of_shard(labels=labels, **every), 5),
+        (lambda: of_shard(labels=ignored), 0),
+        (lambda: of_labels().log_probs.mean(), 7),
     ]
-    for step, numbers in cases:
+    for loss_of, numbers in cases:
         with record_collectives() as found:
-            step()
+            loss_of().backward()
         chunks = 2 if numbers else 0
         gather = _gathered(numbers * 3), torch.float32
         assert [each[1:] for each in found] == [gather, (3 * hidden_size, torch.float32)] * chunks
@@ -244,10 +247,6 @@ def check_collectives() -> None:
     with torch.no_grad(), record_collectives() as found:
         linear_cross_entropy(**own, labels=labels, **how)
     assert [each[1:] for each in found] == [(_gathered(3 * 3), torch.float32)] * 2
-
-
-def _log_probs_mean(leaves: dict[str, Any], labels: Tensor, how: dict[str, Any]) -> Tensor:
-    return linear_log_probs(**leaves, labels=labels, outputs=FIELDS, **how).log_probs.mean()
 
 
 def _gathered(numbers: int) -> int:

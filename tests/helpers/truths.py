@@ -2,6 +2,8 @@
 delta rule in plain PyTorch, for any floating dtype, differentiated by autograd.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,20 +49,10 @@ def linear_log_probs(
     *,
     bias: Tensor | None = None,  # (V,)
     low_rank: tuple[Tensor, Tensor] | None = None,  # (N, R), (V, R)
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **options: Any,  # as of ``log_probs``
 ) -> LogProbs:
     """Compute ``log_probs(linear(hidden_states, weight, bias) + linear(*low_rank), labels)``."""
-    return log_probs(
-        head_logits(hidden_states, weight, bias, low_rank),
-        labels,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
+    return log_probs(head_logits(hidden_states, weight, bias, low_rank), labels, **options)
 
 
 def segment_attention(

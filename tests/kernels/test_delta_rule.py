@@ -39,11 +39,8 @@ def test_chunks_compute_the_recurrence(tokens, dtype, groups, is_packed, device)
         place = torch.arange(tokens)
         rows = [torch.bucketize(place, torch.tensor(row), right=True) for row in starts]
         ids = torch.stack(rows).to(device)
-    check(
-        lambda **given: gated_delta_rule(**given, sequence_ids=ids),
-        lambda **given: delta_cases.eager(**given, sequence_ids=ids),
-        inputs,
-    )
+    both = (partial(each, sequence_ids=ids) for each in (gated_delta_rule, delta_cases.eager))
+    check(*both, inputs)
 
 
 EXTREMES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # a tensor, and what it becomes

@@ -5,9 +5,11 @@ experts whose weights hold the adapters.
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from exactness import assert_same_bits
 from expert_cases import FORMS, calls, check, inputs
 from kernel_forms import INTERPRETED
 from layer_checks import results_and_gradients
@@ -229,8 +231,7 @@ def test_real_shapes(dtype, shape, launches):
     assert set(launches) == {*FORWARD, *BACKWARD}
     ours, _ = calls()
     once, again = (results_and_gradients(ours, tensors, {"index"}) for _ in range(2))
-    for name, value in once.items():
-        assert value is None or torch.equal(value, again[name]), name
+    assert_same_bits(once, again)
     for name, value in once.items():
         if name.startswith(("first", "last")):
             assert not value[-2].any(), name
@@ -241,10 +242,7 @@ def test_grouped_products_run_without_a_loop(monkeypatch):
     """On Hopper and later, so the host reads no counts."""
     if torch.cuda.get_device_capability() < (9, 0) or expert_steps.GROUPED_MM is None:
         pytest.skip("needs a GPU with grouped products")
-
-    def fails(_: Any) -> Any:
-        raise AssertionError("the host reads the counts")
-
-    monkeypatch.setattr(expert_steps, "_groups", fails)
+    reads = Mock(side_effect=AssertionError("the host reads the counts"))
+    monkeypatch.setattr(expert_steps, "_groups", reads)
     tensors = cast(inputs(TOKENS, bias=True), torch.bfloat16, "cuda")
     results_and_gradients(calls()[0], tensors, {"index"})

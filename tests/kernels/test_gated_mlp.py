@@ -2,6 +2,7 @@
 than three linear layers, and what it keeps for the backward pass.
 """
 
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -39,10 +40,7 @@ def test_gated_mlp(form, shape, dtype, device):
     quantized, slice_tokens, activation = form
     inputs = mlp_tensors(shape, device, dtype)
     held = {name: Quantized(inputs.pop(name)) for name in quantized}
-
-    def ours(x: Tensor, **weights: Tensor) -> Tensor:
-        how = {"activation": activation, "slice_tokens": slice_tokens}
-        return gated_mlp(x, **weights, **held, **how)
+    ours = partial(gated_mlp, **held, activation=activation, slice_tokens=slice_tokens)
 
     def plain(x: Tensor, **weights: Tensor) -> Tensor:
         dense = {name: each.dequantized().to(x.dtype) for name, each in held.items()}
@@ -68,14 +66,11 @@ def test_gated_mlp_of_other_sizes(shape, inside, out, device):
 def test_gated_mlp_of_one_product(dtype, device):
     inputs = mlp_tensors(SHAPES["batch"], device, dtype)
     both = torch.cat((inputs.pop("gate"), inputs.pop("up")))
-
-    def ours(x: Tensor, down: Tensor, both: Tensor) -> Tensor:
-        return gated_mlp(x, both, None, down)
-
-    def plain(x: Tensor, down: Tensor, both: Tensor) -> Tensor:
-        return mlp(x, *both.chunk(2), down)
-
-    check(ours, plain, inputs | {"both": both})
+    check(
+        lambda x, down, both: gated_mlp(x, both, None, down),
+        lambda x, down, both: mlp(x, *both.chunk(2), down),
+        inputs | {"both": both},
+    )
 
 
 def test_a_result_with_a_bias_can_be_written_to(device):

@@ -2,13 +2,14 @@
 compute in the same dtype, of rows a stride apart.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from eager_layers import EPS, GATES, gate_behind, gate_in_front
 from layer_checks import check, gated_norm
 from slow_cases import slow_but
 from three_ways import DTYPES
-from torch import Tensor
 
 from liger_patch.kernels.gated_norm import MAX_GROUP_SIZE
 
@@ -35,12 +36,10 @@ def test_gated_norm(shape, size, dtype, activation, gate_first, device):
         "gate": torch.randn(shape) * 4,
         "weight": torch.randn(shape[-1]),
     }
+    inputs = {name: value.to(device, dtype) for name, value in inputs.items()}
     form = {"group_size": size, "activation": activation, "gate_first": gate_first}
-    check(
-        lambda x, gate, weight: gated_norm(x, gate, weight, EPS, **form),
-        lambda x, gate, weight: EAGER[gate_first](x, gate, weight, size, activation),
-        {name: value.to(device, dtype) for name, value in inputs.items()},
-    )
+    eager = partial(EAGER[gate_first], size=size, activation=activation)
+    check(partial(gated_norm, eps=EPS, **form), eager, inputs)
 
 
 def test_a_gate_beside_others_in_memory_is_not_copied(device, kept):
@@ -57,13 +56,8 @@ def test_gate_and_weight_of_other_dtypes_keep_theirs(gate_first, device):
     x = torch.randn(7, 24, device=device, dtype=torch.bfloat16)
     gate, weight = torch.randn(7, 24, device=device), torch.randn(24, device=device)
     dtype = torch.float32 if gate_first else None
-
-    def ours(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return gated_norm(x, gate, weight, EPS, gate_first=gate_first, dtype=dtype)
-
-    def eager(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return EAGER[gate_first](x, gate, weight, 24, "silu")
-
+    ours = partial(gated_norm, eps=EPS, gate_first=gate_first, dtype=dtype)
+    eager = partial(EAGER[gate_first], size=24, activation="silu")
     check(ours, eager, {"x": x, "gate": gate, "weight": weight})
 
 
@@ -81,8 +75,5 @@ def test_groups_too_long_for_registers_are_computed_by_pytorch(device):
     weight = torch.randn(20000, device=device, dtype=torch.bfloat16)
     assert long.shape[-1] > MAX_GROUP_SIZE
     inputs = {"x": long, "gate": long.flip(0), "weight": weight}
-    check(
-        lambda x, gate, weight: gated_norm(x, gate, weight, EPS),
-        lambda x, gate, weight: gate_behind(x, gate, weight, 20000, "silu"),
-        inputs,
-    )
+    eager = partial(gate_behind, size=20000, activation="silu")
+    check(partial(gated_norm, eps=EPS), eager, inputs)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from distillation_ways import DIVERGENCES, OPTIONS, check_distillation, heads, near_heads
-from exactness import assert_no_worse
+from exactness import assert_no_worse, assert_same_bits
 from slow_cases import each_pair, slow_but
 from three_ways import DTYPES, LOW_DTYPES, chunk_mib, results_and_gradients
 from torch import Tensor
@@ -232,8 +232,7 @@ def test_real_shape(divergence):
     )
     how = {"chunk_mib": 100, "ce_weight": 0.1, **divergence}
     first, again = (check_distillation(student, teacher, labels, **how) for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, again[name])
+    assert_same_bits(first, again)
 
 
 def test_reference_is_torch_kl_div():

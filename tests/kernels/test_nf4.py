@@ -1,6 +1,7 @@
 """nf4 by the Triton kernel: the same bits as float32 products and sums, each rounded once."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,10 +120,7 @@ def test_the_kernel_reads_what_bitsandbytes_has_quantized(
     packed = layer.weight.detach().view(-1)
     expected = truth(packed, state.absmax, nested, 64, v * h, dtype).view(v, h)
     assert torch.equal(state.code.cpu(), CODE)
-
-    def refused(*_: object, **__: object) -> None:
-        raise AssertionError("bitsandbytes has dequantized")
-
+    refused = Mock(side_effect=AssertionError("bitsandbytes has dequantized"))
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", refused)
     monkeypatch.setattr(bnb.functional, "dequantize_blockwise", refused)
     weight = quantized_weights.quantized_weight(layer, dtype)

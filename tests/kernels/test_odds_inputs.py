@@ -1,6 +1,7 @@
 """Which inputs odds are computed of, and which are left to the kernels of other GPUs."""
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,7 @@ SMALL_BATCH = "liger_patch.kernels.head.odds.SMALL_BATCH"
 
 def refuse_odds(monkeypatch):
     """From here on, a test in which odds are computed fails."""
-
-    def refused(*_, **__):
-        raise AssertionError("odds are computed")
-
+    refused = Mock(side_effect=AssertionError("odds are computed"))
     monkeypatch.setattr(odds.OddsForm, "run", refused)
 
 

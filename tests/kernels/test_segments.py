@@ -3,6 +3,7 @@ computed without the mask no worse than with it.
 """
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -261,9 +262,6 @@ def test_no_worse_than_with_the_mask(lengths, window, features, dtype):
     inputs = {"query": states(4), "key": states(2), "value": states(2)}
     assert serves_flash_attention(*inputs.values())
 
-    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return segment_attention(query, key, value, found, 0.1)
-
     def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.dtype == torch.float64:
             return truths.segment_attention(query, key, value, found, 0.1)
@@ -271,7 +269,7 @@ def test_no_worse_than_with_the_mask(lengths, window, features, dtype):
         y = scaled_dot_product_attention(query, key, value, mask[:, None], scale=0.1)
         return y.transpose(1, 2)
 
-    check(ours, eager, inputs)
+    check(partial(segment_attention, segments=found, scale=0.1), eager, inputs)
 
 
 @pytest.mark.gpu
