@@ -57,9 +57,6 @@ AND_BODY = {"target_modules": ["q_proj", "lm_head"]}
 VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 CASES = {
     "lora": Case({}),
-    "lora, softcap and tied head": Case({}, model_type="gemma2"),
-    "dora": Case({"use_dora": True}),
-    "rank-stabilised lora with dropout": Case({"use_rslora": True, "lora_dropout": 0.2}),
     "head saved with the adapter": Case(HEAD_SAVED),
     "tied head saved with the adapter": Case(HEAD_SAVED, model_type="gemma2"),
     "lora on the embedding of a tied head": Case(
@@ -219,26 +216,6 @@ def test_the_head_is_that_of_the_active_adapters(
     assert_no_worse(ours, truth, truth, torch.float32)
     losses = {found.item() for name, found in ours.items() if name.endswith("loss")}
     assert len(losses) == len(actives)
-
-
-def test_logits_of_an_adapter_on_the_head_are_eagers() -> None:
-    """Read late, with gradients of their own, and chosen row by row."""
-    results = []
-    for patch in ("", "after"):
-        model = wrapped(widened(tiny_model()), lora(target_modules=["lm_head"]), patch)
-        batch = tiny_batch(model)
-        outputs = call(model, batch)
-        logits = outputs.logits
-        if patch:
-            assert isinstance(logits, DeferredLogits)
-            assert patch_status(model).fused
-        chosen = logits[:, 1:3]
-        (chosen.float().square().mean() + outputs.loss).backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        results.append({"loss": outputs.loss.detach(), "logits": logits.detach() + 0, **gradients})
-    truth, ours = results
-    assert any("lora_A" in name and "lm_head" in name for name in truth)
-    assert_no_worse(ours, truth, truth, torch.float32)
 
 
 @pytest.mark.parametrize("patch", PATCHES)
