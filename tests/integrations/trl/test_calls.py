@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_models import rows_of
 from exactness import assert_no_worse
 from rows import every_row, is_known_well
 from rows import model_type as row_name
@@ -20,7 +19,6 @@ from trl_models import MARKS, OUTPUTS, apply_trl_patch, assert_same, call, with_
 from truths import linear_log_probs, log_probs
 
 from liger_patch import registry
-from liger_patch.layers import unpadded
 
 pytestmark = MARKS
 
@@ -68,33 +66,6 @@ def test_a_call_gives_trls_outputs_and_gradients(
     )
     for name, value in trls.items():
         assert getattr(ours[name], "dtype", None) == getattr(value, "dtype", None), name
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3"])
-def test_padding_is_left_out_of_a_call(
-    model_type: str, side: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also by checkpoints, and without gradients, as a reference is called."""
-    monkeypatch.setattr(unpadded, "may_serve_flash_attention", lambda *_: True)
-    model = with_head(widened(tiny_model(model_type)), OUTPUTS)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = tiny_batch(model)
-    padding = slice(4) if side == "left" else slice(-4, None)
-    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    batch["attention_mask"][0, padding] = 0
-    batch["labels"][0, padding] = -100
-    batch["labels"][0, 4] = -100  # a token of padding predicts it
-    trls = call(model, batch)
-    apply_trl_patch(model)
-    given = rows_of(model)
-    ours = call(model, batch)
-    with torch.no_grad():
-        alone = model(**batch, fused_lm_head=True).log_probs
-    assert_fused(model)
-    assert {*given} == {(1, int(batch["attention_mask"].sum()))}
-    assert_same(ours, trls)
-    torch.testing.assert_close(alone, trls["log_probs"])
 
 
 # TRL's own head fails: names in the config, or a backbone that base_model is not

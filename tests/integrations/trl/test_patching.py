@@ -120,25 +120,14 @@ def test_a_flag_that_is_no_bool_is_an_error(tmp_path: Path) -> None:
         ours.DPOTrainer(tiny_model(), args=ours.DPOConfig(**args), train_dataset=[])
 
 
-def test_the_flag_takes_a_checkpoint_by_its_name(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "checkpoint")
-    trainer = sft_trainer(str(tmp_path / "checkpoint"), tmp_path, True)
-    assert_same_bits(train(trainer), train(sft_trainer(tiny_model(), tmp_path, True)))
-    assert_fused(trainer.model)
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["model", "PEFT model"])
-def test_a_patched_model_is_taken_over_with_its_chunks(wrapped: bool, tmp_path: Path) -> None:
+def test_a_patched_model_within_peft_is_taken_over_with_its_chunks(tmp_path: Path) -> None:
     import peft
 
-    def wrap(model: PreTrainedModel) -> Any:
-        return peft.get_peft_model(model, lora()["peft_config"]) if wrapped else model
-
-    trls = train(sft_trainer(wrap(widened(tiny_model())), tmp_path))
+    config = lora()["peft_config"]
+    trls = train(sft_trainer(peft.get_peft_model(widened(tiny_model()), config), tmp_path))
     torch.manual_seed(0)
-    model = wrap(apply_patch(widened(tiny_model()), chunk_mib=3.0))
-    torch.manual_seed(0)
-    trainer = sft_trainer(model, tmp_path, True)
+    model = apply_patch(widened(tiny_model()), chunk_mib=3.0)
+    trainer = sft_trainer(peft.get_peft_model(model, config), tmp_path, True)
     assert "3 MiB a chunk" in str(patch_status(model))
     assert_same(train(trainer), trls)
     assert_fused(trainer.model)

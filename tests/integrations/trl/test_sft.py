@@ -13,8 +13,6 @@ from exactness import assert_no_worse
 from slow_cases import slow_but
 from tiny_models import ROWS, VOCAB_SIZE, tiny_model
 from tiny_text import conversations, prompts_and_completions
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from trainers import LargestTensor
 from training_step import Step, assert_fused, joined, widened
 from trl_models import MARKS, assert_same, lora, sft_trainer, train
@@ -45,13 +43,6 @@ def prompt_tuning() -> dict[str, Any]:
     return {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}
 
 
-def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    if num_items_in_batch is None:  # in an evaluation
-        return cross_entropy(logits, labels)
-    return cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-
 MODES = {
     "plain": Mode({}),
     "packing": Mode({"packing": True, "max_length": 16}),
@@ -66,7 +57,6 @@ MODES = {
     "prompt tuning": Mode({}, options=prompt_tuning),
     "gradient checkpointing": Mode({"gradient_checkpointing": True}),
     "label smoothing": Mode({"label_smoothing_factor": 0.1}, outside=True),
-    "loss function": Mode({}, options=lambda: {"compute_loss_func": own_loss}, outside=True),
 }
 
 
