@@ -59,11 +59,7 @@ def test_a_call_gives_trls_outputs_and_gradients(
     trls = call(model, batch, **arguments)
     ours = call(apply_trl_patch(model), batch, **arguments)
     assert_fused(model)
-    assert trls.keys() == ours.keys()
     assert_same(ours, trls)
-    assert ("aux_loss" in ours) == (
-        "moe" in model_type and arguments.get("output_router_logits") is not False
-    )
     for name, value in trls.items():
         assert getattr(ours[name], "dtype", None) == getattr(value, "dtype", None), name
 

@@ -38,22 +38,6 @@ pytestmark = [
 LORA: dict[str, Any] = {"adapters": {}}
 ON_HEAD: dict[str, Any] = {"adapters": {"target_modules": ["q_proj", "lm_head"]}}
 HEAD_SAVED: dict[str, Any] = {"adapters": {"modules_to_save": ["lm_head"]}}
-PREFERENCES = "logits/chosen", "logps/rejected", "nll_loss", "eval_loss"
-REWARDS = "loss", "entropy", "logits/chosen", "logits/rejected", "rewards/chosen"
-OF_PAIRS = "mean_token_accuracy", "rewards/accuracies", "rewards/margins", "logps/chosen"
-LOGGED = {
-    "DPO": (*REWARDS, *OF_PAIRS),
-    "KTO": REWARDS,
-    "ORPO": PREFERENCES,
-    "CPO": PREFERENCES,
-    "TPO": ("logits/chosen", "entropy", "mean_token_accuracy", "eval_loss"),
-    "OnlineDPO": ("logps/chosen", "objective/kl", "objective/entropy", "rewards/margins"),
-    "A2PO": ("implicit_reward", "eval_loss"),
-    "SDFT": ("self_distillation/distillation_loss", "eval_loss"),
-    "SDPO": ("self_distillation/reward_mean", "completions/mean_length", "eval_loss"),
-    "Distillation": ("loss", "eval_loss", "entropy", "eval_entropy"),
-    "GKD": ("loss", "eval_loss"),
-}
 
 
 def same_as_trls(ours: Step, trls: Step, *, eps: int = 1) -> None:
@@ -71,7 +55,6 @@ def same_as_trls(ours: Step, trls: Step, *, eps: int = 1) -> None:
         pytest.param("DPO", "llama", HEAD_SAVED, id="dpo, head saved"),
         pytest.param("DPO", "llama", {"use_weighting": True}, id="dpo, weighted"),
         pytest.param("DPO", "llama", {"loss_type": ["ipo", "sft"]}, id="dpo, ipo and sft"),
-        pytest.param("DPO", "llama", {"ld_alpha": 0.5}, id="dpo, by length"),
         pytest.param("DPO", "llama", {"precompute_ref_log_probs": True}, id="dpo, precomputed"),
         pytest.param("KTO", "llama", {}, id="kto"),
         pytest.param("KTO", "llama", LORA, id="kto, lora", marks=pytest.mark.slow),
@@ -79,7 +62,6 @@ def same_as_trls(ours: Step, trls: Step, *, eps: int = 1) -> None:
         pytest.param("ORPO", "qwen3_moe", {}, id="orpo, auxiliary loss"),
         pytest.param("ORPO", "llama", ON_HEAD, id="orpo, lora on head"),
         pytest.param("CPO", "gemma2", {"loss_type": "simpo", "cpo_alpha": 0.0}, id="simpo"),
-        pytest.param("CPO", "llama", {"loss_type": "ipo"}, id="cpo, ipo"),
         pytest.param("CPO", "llama", {"gradient_accumulation_steps": 2}, id="cpo, accumulation"),
         pytest.param("TPO", "gemma2", {"loss_type": "tpo-l", "tpo_alpha": 0.0}, id="tpo-l"),
         pytest.param("TPO", "llama", ON_HEAD, id="tpo, lora on head"),
@@ -129,7 +111,6 @@ def test_models_are_trained_with_trls_numbers(
             assert patch_status(model).patched
         elif model is not None:
             assert_fused(model)
-    assert {f"3 {name}" for name in LOGGED[kind]} <= ours.keys()
     # TRL keeps a precomputed reference in float32, beside which rewards and their loss are small
     same_as_trls(ours, trls, eps=16 if "precompute_ref_log_probs" in how else 1)
     if kind in ("DPO", "KTO"):
