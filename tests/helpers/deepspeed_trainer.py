@@ -27,16 +27,17 @@ def check(case: str, folder: Path, *_: object) -> None:
         tiny_model(LLAMA).save_pretrained(folder / "model")
     dist.barrier()
     train = {"transformers": train_with_trainer, "trl": train_with_trl}[library]
-    expected, _ = trained(*train(int(stage), folder, patch=False))
+    expected = trained(train(int(stage), folder, patch=False))
     with count_logits() as computed:
-        results, model = trained(*train(int(stage), folder, patch=True))
-    status = patch_status(model)
+        trainer = train(int(stage), folder, patch=True)
+        results = trained(trainer)
+    status = patch_status(trainer.model)
     assert status.fused, status.reason
     assert not computed, f"real logits were computed {len(computed)} times"
     torch.testing.assert_close(results, expected)
 
 
-def trained(trainer: Any, model: Any) -> tuple[dict[str, Any], Any]:
+def trained(trainer: Any) -> dict[str, Any]:
     """What training logs, and the weights after it."""
     trainer.train()
     logs = [
@@ -48,9 +49,9 @@ def trained(trainer: Any, model: Any) -> tuple[dict[str, Any], Any]:
         for log in trainer.state.log_history
     ]
     assert any("loss" in log for log in logs), logs
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"logs": logs, **weights}, model
+    with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+        weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return {"logs": logs, **weights}
 
 
 def configuration(stage: int, folder: Path) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def configuration(stage: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def train_with_trainer(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
+def train_with_trainer(stage: int, folder: Path, *, patch: bool) -> Any:
     arguments = TrainingArguments(**configuration(stage, folder))
     # ZeRO-3 partitions the model while it is loaded, before it is patched
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -82,23 +83,22 @@ def train_with_trainer(stage: int, folder: Path, *, patch: bool) -> tuple[Any, A
         apply_patch(model, layers=True)
     batches = [tiny_batch(model, batch=1, seed=seed) for seed in range(8)]
     dataset = [{name: value[0] for name, value in batch.items()} for batch in batches]
-    return Trainer(model=model, args=arguments, train_dataset=dataset), model
+    return Trainer(model=model, args=arguments, train_dataset=dataset)
 
 
-def train_with_trl(stage: int, folder: Path, *, patch: bool) -> tuple[Any, Any]:
+def train_with_trl(stage: int, folder: Path, *, patch: bool) -> Any:
     from tiny_text import prompts_and_completions, tiny_tokenizer
 
     from liger_patch.integrations.trl import SFTConfig, SFTTrainer
 
     options = {"bf16": False, "gradient_checkpointing": False, "use_liger_patch": patch}
     arguments = SFTConfig(**configuration(stage, folder), **options)
-    trainer = SFTTrainer(
+    return SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model"),
         args=arguments,
         train_dataset=prompts_and_completions(),
         processing_class=tiny_tokenizer(),
     )
-    return trainer, trainer.model
 
 
 if __name__ == "__main__":

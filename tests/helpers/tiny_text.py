@@ -7,6 +7,7 @@ takes a second to import, so that is left to those who make one.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from tiny_models import BOS, END_OF_WORDS, EOS, FIRST_WORD, PAD, VOCAB_SIZE
@@ -40,10 +41,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Writer:
-    """Texts of random words: the same seed, the same texts."""
+    """Texts of random words, always the same."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.random = random.Random(seed)
+    def __init__(self) -> None:
+        self.random = random.Random(0)
 
     def words(self, fewest: int, most: int) -> str:
         count = self.random.randint(fewest, most)
@@ -58,47 +59,45 @@ class Writer:
 
 def prompts_and_completions(count: int = 24) -> Any:
     """For SFT: the loss is that of the completions."""
-    writer = Writer()
     return _dataset(
-        [{"prompt": writer.prompt(), "completion": writer.answer()} for _ in range(count)]
+        lambda writer, _: {"prompt": writer.prompt(), "completion": writer.answer()}, count
     )
 
 
-def conversations(count: int = 24) -> Any:
+def conversations() -> Any:
     """For SFT: two turns each."""
-    writer = Writer()
     turns = ("user", "assistant", "user", "assistant")
     return _dataset(
-        [
-            {"messages": [{"role": role, "content": writer.words(2, 5)} for role in turns]}
-            for _ in range(count)
-        ]
+        lambda writer, _: {
+            "messages": [{"role": role, "content": writer.words(2, 5)} for role in turns]
+        }
     )
 
 
 def preferences() -> Any:
     """For DPO."""
-    writer = Writer()
     return _dataset(
-        [
-            {"prompt": writer.prompt(), "chosen": writer.answer(), "rejected": writer.answer()}
-            for _ in range(24)
-        ]
+        lambda writer, _: {
+            "prompt": writer.prompt(),
+            "chosen": writer.answer(),
+            "rejected": writer.answer(),
+        }
     )
 
 
-def judgements(count: int = 24) -> Any:
+def judgements() -> Any:
     """For KTO: every second completion is a good one."""
-    writer = Writer()
     return _dataset(
-        [
-            {"prompt": writer.prompt(), "completion": writer.answer(), "label": i % 2 == 0}
-            for i in range(count)
-        ]
+        lambda writer, i: {
+            "prompt": writer.prompt(),
+            "completion": writer.answer(),
+            "label": i % 2 == 0,
+        }
     )
 
 
-def _dataset(rows: list[dict[str, Any]]) -> Any:
+def _dataset(row: Callable[[Writer, int], dict[str, Any]], count: int = 24) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_list(rows)
+    writer = Writer()
+    return Dataset.from_list([row(writer, i) for i in range(count)])
