@@ -47,18 +47,8 @@ def patched_around(
     return model
 
 
-def prepare(model: PreTrainedModel, mixed_precision: str = "bf16") -> accelerate.Accelerator:
-    accelerator = accelerate.Accelerator(mixed_precision=mixed_precision, cpu=True)
-    assert accelerator.prepare(model) is model
-    return accelerator
-
-
-def prepared(
-    when: str, model_type: str = "llama", **options: Any
-) -> tuple[PreTrainedModel, accelerate.Accelerator]:
-    made: list[accelerate.Accelerator] = []
-    model = patched_around(lambda m: made.append(prepare(m)), when, model_type, **options)
-    return model, made[0]
+def accelerator_of(mixed_precision: str = "bf16") -> accelerate.Accelerator:
+    return accelerate.Accelerator(mixed_precision=mixed_precision, cpu=True)
 
 
 def assert_deferred(model: PreTrainedModel, logits: Tensor) -> None:
@@ -98,8 +88,8 @@ def assert_trains_as_eager(
 def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str, when: str) -> None:
     batch = tiny_batch(tiny_model(model_type))
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
-    place: Any = lambda model: prepare(model, mixed_precision)  # noqa: E731
-    model = assert_trains_as_eager(place, when, batch, model_type, dtype)
+    prepare: Any = accelerator_of(mixed_precision).prepare
+    model = assert_trains_as_eager(prepare, when, batch, model_type, dtype)
     outputs = call(model, batch)
     assert outputs.loss.dtype == outputs.logits.dtype == torch.float32
     assert_deferred(model, outputs.logits)
@@ -107,9 +97,9 @@ def test_a_prepared_model_trains_as_eager(mixed_precision: str, model_type: str,
 
 @pytest.mark.parametrize("when", WHEN)
 def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
-    gathered = {}
+    gathered, accelerator = {}, accelerator_of()
     for patch in ("", when):
-        model, accelerator = prepared(patch, "gemma2", layers=False)
+        model = patched_around(accelerator.prepare, patch, "gemma2", layers=False)
         batch = tiny_batch(model)
         outputs = model(**batch)
         accelerator.backward(outputs.loss)
@@ -129,7 +119,8 @@ def test_what_accelerate_gathers_of_the_logits_is_eagers(when: str) -> None:
 @pytest.mark.parametrize("keep_fp32_wrapper", [True, False])
 @pytest.mark.parametrize("when", WHEN)
 def test_an_unwrapped_model_stays_patched(when: str, keep_fp32_wrapper: bool) -> None:
-    model, accelerator = prepared(when)
+    accelerator = accelerator_of()
+    model = patched_around(accelerator.prepare, when)
     batch = tiny_batch(model)
     before, unprepared = model(**batch).loss, apply_patch(tiny_model())(**batch).loss
     assert before != unprepared

@@ -5,6 +5,7 @@ Adapters of the head, which TRL's head leaves out, are an error, never a wrong n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from exactness import assert_same_bits
 from tiny_models import tiny_batch, tiny_model
 from torch import Tensor, nn
 from training_step import assert_fused
+from transformers import PreTrainedModel
 from trl_models import (
     LEFT_TO_TRL,
     MARKS,
@@ -59,30 +61,28 @@ def hooked(head: nn.Linear) -> None:
     head.register_full_backward_hook(lambda *_: None)
 
 
-def as_it_is(head: nn.Linear) -> None:
-    """In bfloat16, where TRL wants the product in float32."""
+def in_bfloat16() -> PreTrainedModel:
+    """Where TRL wants the product in float32."""
+    return with_head(tiny_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason", "backbone"),
-    [
-        (sharded, "the head", 2),  # runs twice: only then is known what its logits are
-        (doubled, "the head", 2),
-        (hooked, "backward hooks of the head", 1),
-        (as_it_is, "the head is not in float32", 2),
+    ("make", "reason", "backbone"),
+    [  # the backbone runs twice where only then is known what the logits are
+        (partial(with_head_changed, sharded), "the head", 2),
+        (partial(with_head_changed, doubled), "the head", 2),
+        (partial(with_head_changed, hooked), "backward hooks of the head", 1),
+        (in_bfloat16, "the head is not in float32", 2),
     ],
 )
 def test_a_head_that_cannot_be_fused_is_left_to_trl(
-    change: Callable[[Any], None],
+    make: Callable[[], PreTrainedModel],
     reason: str,
     backbone: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one warning."""
-    if change is as_it_is:
-        model = with_head(tiny_model(dtype=torch.bfloat16), cast_lm_head_to_fp32=True)
-    else:
-        model = with_head_changed(change)
+    model = make()
     batch = tiny_batch(model)
     trls = call(model, batch)
     apply_trl_patch(model, layers=False)

@@ -77,15 +77,11 @@ def test_a_parser_reads_the_flag(tmp_path: Path) -> None:
 
     parser = TrlParser((SFTConfig,))
     always = ["--output_dir", str(tmp_path), "--bf16", "false"]
-    yaml = tmp_path / "sft.yaml"
-    yaml.write_text("use_liger_patch: true\n")
     flags = {
         (): False,
         ("--use_liger_patch", "true"): True,
         ("--use_liger_patch",): True,
         ("--use_liger_patch", "false"): False,
-        ("--config", str(yaml)): True,
-        ("--config", str(yaml), "--use_liger_patch", "false"): False,
     }
     for arguments, flag in flags.items():
         (config,) = parser.parse_args_and_config([*always, *arguments])
