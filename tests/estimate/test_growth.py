@@ -9,7 +9,7 @@ import layer_checks
 import pytest
 import torch
 import transformers
-from estimated_models import HIDDEN, OFFLOADED, PEFTS_WARNINGS, SIZE, STEP, TINY
+from estimated_models import HIDDEN, PEFTS_WARNINGS, SIZE, STEP, TINY
 from slow_cases import slow_but
 from transformers import LlamaConfig
 
@@ -30,8 +30,9 @@ def config() -> LlamaConfig:
 
 def test_growth_with_offloaded_inputs_is_the_trace_at_any_length() -> None:
     config = LlamaConfig(**TINY | {"num_hidden_layers": 9})
-    growth = assert_is_the_trace(config, OFFLOADED, OURS, 16384, 400_000)
-    trace, _ = trace_step(config, replace(OFFLOADED, length=200_000), OURS)
+    step = replace(STEP, checkpointing=True, checkpoint_offload=True, length=16384)
+    growth = assert_is_the_trace(config, step, OURS, 16384, 400_000)
+    trace, _ = trace_step(config, replace(step, length=200_000), OURS)
     assert growth.host_bytes(200_000) == sum(host_bytes(each.size) for each in trace.sent)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,4 +22,3 @@ PEFTS_WARNINGS = pytest.mark.filterwarnings(
     "ignore:The following .*_pattern keys:RuntimeWarning",
     "ignore:Unsupported layer type:UserWarning",  # PEFT 0.18
 )
-OFFLOADED = replace(STEP, checkpointing=True, checkpoint_offload=True, length=16384)

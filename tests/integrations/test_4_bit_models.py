@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -34,29 +34,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word_embed
 Q_AND_V = "q_proj", "v_proj"
 
 
-class Checkpoint(NamedTuple):
-    model: PreTrainedModel
-    folder: Path
-
-
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Checkpoint:
-    """A tiny model in bf16."""
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model in bf16, from a folder."""
     config = tiny_model(request.param).config
     # on CPUs with AVX-512, bitsandbytes 0.50 takes the scales of wrong blocks for a layer whose
     # inputs are no multiple of 64
     config.hidden_size, config.intermediate_size = 64, 128
     config.head_dim = 64 // config.num_attention_heads
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
     folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    return Checkpoint(model, folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def load(checkpoint: Checkpoint, compute_dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def load(plain: Any, compute_dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """In 4 bits, but for the head and what is not a linear layer."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -64,8 +56,8 @@ def load(checkpoint: Checkpoint, compute_dtype: torch.dtype = torch.bfloat16) ->
         bnb_4bit_compute_dtype=compute_dtype,
         llm_int8_skip_modules=["lm_head"],
     )
-    model = type(checkpoint.model).from_pretrained(
-        checkpoint.folder, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    model = type(plain).from_pretrained(
+        plain.name_or_path, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
     )
     assert isinstance(model.model.layers[0].self_attn.q_proj, bnb.nn.Linear4bit)
     assert type(model.lm_head) is nn.Linear
@@ -74,6 +66,14 @@ def load(checkpoint: Checkpoint, compute_dtype: torch.dtype = torch.bfloat16) ->
 
 def with_lora(model: nn.Module, targets: Sequence[str] = Q_AND_V) -> Any:
     return adapted(base=model, target_modules=list(targets))
+
+
+def for_training(plain: Any, targets: Sequence[str], use_reentrant: bool | None) -> Any:
+    """In 4 bits with LoRA, with gradient checkpointing of this kind, or without for None."""
+    how: dict[str, Any] = {"use_gradient_checkpointing": use_reentrant is not None}
+    if use_reentrant is not None:
+        how["gradient_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}
+    return with_lora(peft.prepare_model_for_kbit_training(load(plain), **how), targets)
 
 
 def dequantized(model: Any) -> Any:
@@ -98,25 +98,16 @@ def dequantized(model: Any) -> Any:
 )
 @pytest.mark.parametrize("use_reentrant", slow_but([None, False], [None, False, True]))
 def test_lora_on_a_4_bit_model_trains_as_eager(
-    checkpoint: Checkpoint,
+    plain: Any,
     use_reentrant: bool | None,
     targets: Sequence[str],
     autocast: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On kernels under autocast: without it, PEFT casts x to the adapters' float32."""
-    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
-
-    def make() -> nn.Module:
-        checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-        model = peft.prepare_model_for_kbit_training(
-            load(checkpoint),
-            use_gradient_checkpointing=use_reentrant is not None,
-            **({} if use_reentrant is None else checkpointing),
-        )
-        return with_lora(model, targets)
-
-    eager_model, model = make(), apply_patch(make())
+    batch, calls = tiny_batch(plain), Calls(monkeypatch)
+    eager_model, model = (for_training(plain, targets, use_reentrant) for _ in range(2))
+    apply_patch(model)
     eager = step(eager_model, batch, autocast=autocast)
     calls.clear()
     ours = step(model, batch, autocast=autocast)
@@ -135,11 +126,11 @@ def test_lora_on_a_4_bit_model_trains_as_eager(
 
 
 def test_a_4_bit_model_of_another_dtype_than_autocasts(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transformers' default of bnb_4bit_compute_dtype is float32."""
-    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
-    model = apply_patch(with_lora(load(checkpoint, torch.float32)))
+    batch, calls = tiny_batch(plain), Calls(monkeypatch)
+    model = apply_patch(with_lora(load(plain, torch.float32)))
     with pytest.warns(UserWarning, match="Set bnb_4bit_compute_dtype=torch.bfloat16$"):
         step(model, batch, autocast=True)
     groups, by_peft = calls.taken(model)
@@ -148,12 +139,10 @@ def test_a_4_bit_model_of_another_dtype_than_autocasts(
     assert f"{len(by_peft)} in PEFT's own forward: {reason}" in str(patch_status(model))
 
 
-def test_few_tokens_on_a_cpu_pack_no_weight(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_tokens_on_a_cpu_pack_no_weight(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes 0.50 packs a weight in such a call, and trains wrongly from then on."""
-    batch, calls = tiny_batch(checkpoint.model), Calls(monkeypatch)
-    model = apply_patch(with_lora(load(checkpoint), ALL))
+    batch, calls = tiny_batch(plain), Calls(monkeypatch)
+    model = apply_patch(with_lora(load(plain), ALL))
     before = step(model, batch, autocast=True)
     calls.clear()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -164,8 +153,8 @@ def test_few_tokens_on_a_cpu_pack_no_weight(
     assert calls.taken(model)[1] == []
 
 
-def test_a_weight_that_is_packed_for_inference_is_said(checkpoint: Checkpoint) -> None:
-    model = apply_patch(with_lora(load(checkpoint), ALL))
+def test_a_weight_that_is_packed_for_inference_is_said(plain: Any) -> None:
+    model = apply_patch(with_lora(load(plain), ALL))
     for layer in model.modules():
         if isinstance(layer, bnb.nn.Linear4bit):
             layer.weight.quant_state.packing_format_for_cpu = True
@@ -180,7 +169,7 @@ def test_a_weight_that_is_packed_for_inference_is_said(checkpoint: Checkpoint) -
     ),
 )
 def test_feed_forward_layers_of_a_4_bit_model_in_slices(
-    checkpoint: Checkpoint,
+    plain: Any,
     targets: Sequence[str],
     use_reentrant: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,18 +179,13 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     monkeypatch.setattr(chunk_sizes, "LONG_BYTES", 0)
     monkeypatch.setattr(chunk_sizes, "SLICE_BYTES", 5 * 2 * 128 * 20)  # 20 tokens
     runs = record(gated_mlp, "_result_of_slices", lambda x, layer, slices, *_: len(slices))
-
-    def make() -> nn.Module:
-        model = peft.prepare_model_for_kbit_training(
-            load(checkpoint), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
-        )
-        return with_lora(model, targets)
-
-    eager_model, model, wide = make(), apply_patch(make()), dequantized(make())
-    again = use_reentrant or checkpoint.model.config.model_type == "gemma2"  # a norm keeps y
+    eager_model, model, wide = (for_training(plain, targets, use_reentrant) for _ in range(3))
+    apply_patch(model)
+    dequantized(wide)
+    again = use_reentrant or plain.config.model_type == "gemma2"  # a norm keeps y
     found: list[list[Tensor]] = [[], [], []]
     for seed in range(3):
-        batch = tiny_batch(checkpoint.model, length=33, seed=seed)
+        batch = tiny_batch(plain, length=33, seed=seed)
         eager, ours = (step(each, batch, autocast=True) for each in (eager_model, model))
         assert runs == [4] * (4 if again else 2)
         runs.clear()
@@ -211,22 +195,17 @@ def test_feed_forward_layers_of_a_4_bit_model_in_slices(
     assert_no_worse(ours, eager, truth, torch.bfloat16)
 
 
-def test_trainer_trains_a_4_bit_model_as_eager(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        base = peft.prepare_model_for_kbit_training(
-            load(checkpoint), gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-        return with_lora(base)
-
+def test_trainer_trains_a_4_bit_model_as_eager(plain: Any, tmp_path: Path) -> None:
     def train(model: nn.Module, **how: Any) -> Tensor:  # (2, 2)
         options = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, **how}
         return losses_and_norms(model, tmp_path, batch, gradient_accumulation_steps=2, **options)
 
-    batch, model = tiny_batch(checkpoint.model, batch=4), apply_patch(make())
-    eager, ours = (train(each, bf16=True) for each in (make(), model))
+    batch = tiny_batch(plain, batch=4)
+    eager_model, model, wide = (for_training(plain, Q_AND_V, False) for _ in range(3))
+    eager, ours = (train(each, bf16=True) for each in (eager_model, apply_patch(model)))
     assert patch_status(model).fused
     with Float64():
-        truth = train(dequantized(make()))
+        truth = train(dequantized(wide))
     ours, eager, truth = ({"losses": e[:, 0], "norms": e[:, 1]} for e in (ours, eager, truth))
     # eager's two may be exact by luck
     assert_no_worse(ours, eager, truth, torch.bfloat16, eps=4)

@@ -31,18 +31,22 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 class Server:
-    """Answers of random words. Keeps the weights that it was sent last."""
+    """Answers of random words; AsyncGRPO's transfer too. Keeps the weights it was sent last."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.random, self.weights = np.random.default_rng(0), {}
 
     init_communicator = reset_prefix_cache = nothing
+    init_weight_transfer = pause = resume = destroy = nothing
 
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self.weights = {name: value.clone() for name, value in iterator}
+
     def update_named_params(self, _: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.weights = {name: value.clone() for name, value in weights}
+        self.send_weights(weights)
 
     def generate(self, prompts: list[list[int]], n: int, **_: Any) -> dict[str, Any]:
         lengths = self.random.integers(2, 7, len(prompts) * n)
@@ -106,15 +110,6 @@ class Worker:
     start = stop = update_model_version = check_health = nothing
 
 
-class Transfer:
-    """Keeps the weights that it was sent last."""
-
-    init_weight_transfer = pause = resume = destroy = nothing
-
-    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        self.weights = {name: value.clone() for name, value in iterator}
-
-
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *_: int, **how: Any
 ) -> Tensor:
@@ -156,7 +151,7 @@ def test_async_grpo_trains_with_trls_numbers(
     how = {"token_budget": 0, "model_init_kwargs": {"dtype": torch.float64}}
 
     def trained(flag: bool | None) -> tuple[Any, Step]:
-        transfer = Transfer()
+        transfer = Server()
         named = {"model": str(tmp_path), "reward_funcs": reward, "eval_dataset": None}
         named |= {"rollout_worker": Worker(), "weight_transfer": transfer}
         named |= lora() if adapters else {}
