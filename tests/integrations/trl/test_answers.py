@@ -40,9 +40,7 @@ def passes(record: Callable[..., list[bool]]) -> list[bool]:
     return record(operator, "run_chunks", lambda *args, **_: any(args[3]))
 
 
-def check(
-    kind: str, folder: Path, passes: list[bool], *, last: int = UPDATES, **arguments: Any
-) -> tuple[Any, list[bool]]:
+def check(kind: str, folder: Path, passes: list[bool], **arguments: Any) -> tuple[Any, list[bool]]:
     """Train and evaluate as TRL does; all numbers, and the passes through chunks."""
     from datasets import Dataset
 
@@ -55,7 +53,6 @@ def check(
     ours = train(trainer)
     assert_fused(trainer.model)
     torch.testing.assert_close(ours, trls, rtol=1e-9, atol=1e-12)
-    assert f"{last} entropy" in ours
     return ours, passes
 
 
@@ -86,7 +83,7 @@ def test_the_first_of_several_updates_takes_three(kind, accumulated, tmp_path, p
     """And clips nothing; the second does."""
     how = {"steps_per_generation": accumulated, "gradient_accumulation_steps": accumulated}
     how |= {"num_iterations": 2, "max_steps": 2, "learning_rate": 1.0}
-    ours, seen = check(kind, tmp_path, passes, last=2, **how)
+    ours, seen = check(kind, tmp_path, passes, **how)
     assert [ours[f"{step} clip_ratio/region_mean"] > 0 for step in (1, 2)] == [False, True]
     old = [False] * accumulated
     assert seen[: 4 * accumulated] == [*old, *[True] * accumulated, *[False, True] * accumulated]
@@ -108,7 +105,7 @@ def test_other_bits_of_old_log_probabilities_change_no_number(
         return log_probs, *others
 
     monkeypatch.setattr(OfAdvantages, "_get_per_token_logps_and_entropies", rounded)
-    _, seen = check(kind, tmp_path, passes, last=5, num_iterations=2, max_steps=5)
+    _, seen = check(kind, tmp_path, passes, num_iterations=2, max_steps=5)
     guessed, waited, old = [True, True], [False, True], [False]
     assert seen[:11] == [*old, *guessed, *waited, *old, *waited, *waited, *old, *waited][:11]
 
@@ -189,8 +186,6 @@ def test_each_prompt_runs_once_with_trls_numbers(
     passes = 2 if kind == "DPO" or adapters else 1  # the reference's too
     assert len(seen) >= 3 * passes
     assert all(computed < real for real, computed in seen)
-    logged = ("rewards/margins", "logps/chosen") if kind == "DPO" else ("reward_std", "entropy")
-    assert {f"3 {name}" for name in logged} <= ours.keys()
 
 
 def share_of_even_words(completions: list[str], **_: Any) -> list[float]:
