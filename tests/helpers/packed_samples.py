@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny_models import END_OF_WORDS, FIRST_WORD, PAD, ROWS, tiny_model
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 from training_step import Step, call, gradients, widened
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
@@ -42,32 +43,40 @@ def tensors(sample: Sample) -> dict[str, Tensor]:
     return {name: torch.tensor([values]) for name, values in sample.items()}
 
 
+def joined(samples: list[Sample]) -> Sample:
+    return {name: [x for s in samples for x in s[name]] for name in ("input_ids", "labels")}
+
+
 def positions_only(samples: list[Sample]) -> dict[str, Any]:
     """One row, and labels that nobody has masked at the boundaries."""
-    lengths = [len(s["input_ids"]) for s in samples]
-    row = {name: [x for s in samples for x in s[name]] for name in ("input_ids", "labels")}
-    return tensors({**row, "position_ids": [i for n in lengths for i in range(n)]})
+    positions = [i for s in samples for i in range(len(s["input_ids"]))]
+    return tensors({**joined(samples), "position_ids": positions})
 
 
 def two_rows(samples: list[Sample]) -> dict[str, Any]:
     """Packed rows of the same length, the second padded."""
     rows = [positions_only(samples[:2]), positions_only(samples[2:])]
-    length = max(row["input_ids"].shape[1] for row in rows)
     padding = {"input_ids": PAD, "labels": IGNORED, "position_ids": 0}
     return {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(row[name], (0, length - row[name].shape[1]), value=value)
-                for row in rows
-            ]
-        )
+        name: pad_sequence([row[name][0] for row in rows], batch_first=True, padding_value=value)
         for name, value in padding.items()
     }
+
+
+def ignored_by_another_number(samples: list[Sample]) -> dict[str, Any]:
+    batch = positions_only(samples)
+    batch["labels"][batch["labels"] == IGNORED] = -7
+    return {**batch, "ignore_index": -7}
 
 
 def flattened(samples: list[Sample]) -> dict[str, Any]:
     """Transformers' own collator."""
     return DataCollatorWithFlattening()(samples, return_tensors="pt")
+
+
+def flattened_and_shifted(samples: list[Sample]) -> dict[str, Any]:
+    batch = flattened(samples)
+    return {**batch, "shift_labels": pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]}
 
 
 def flattened_for_kernels(samples: list[Sample]) -> dict[str, Any]:
@@ -87,11 +96,7 @@ def trl_padding_free(samples: list[Sample]) -> dict[str, Any]:
 def trl_packed(samples: list[Sample]) -> dict[str, Any]:
     """Of TRL's packing: each row says how long its sequences are."""
     packed: Any = [
-        {
-            "input_ids": [x for s in part for x in s["input_ids"]],
-            "labels": [x for s in part for x in s["labels"]],
-            "seq_lengths": [len(s["input_ids"]) for s in part],
-        }
+        joined(part) | {"seq_lengths": [len(s["input_ids"]) for s in part]}
         for part in (samples[:2], samples[2:])
     ]
     return trl_padding_free(packed)
@@ -99,23 +104,20 @@ def trl_packed(samples: list[Sample]) -> dict[str, Any]:
 
 def padded(samples: list[Sample], side: str = "right") -> dict[str, Tensor]:
     """Not packed: one sequence a row."""
-    longest = max(len(s["input_ids"]) for s in samples)
-    batch: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    rows = [{**s, "attention_mask": [1] * len(s["input_ids"])} for s in samples]
     padding = {"input_ids": PAD, "labels": IGNORED, "attention_mask": 0}
-    for sample in samples:
-        missing = longest - len(sample["input_ids"])
-        width = (0, missing) if side == "right" else (missing, 0)
-        values = {**sample, "attention_mask": [1] * len(sample["input_ids"])}
-        for name, value in padding.items():
-            row = torch.tensor(values[name])
-            batch[name].append(torch.nn.functional.pad(row, width, value=value))
-    return {name: torch.stack(rows) for name, rows in batch.items()}
+    return {
+        name: pad_sequence([torch.tensor(row[name]) for row in rows], True, value, side)
+        for name, value in padding.items()
+    }
 
 
 PACKINGS: list[Callable[[list[Sample]], dict[str, Any]]] = [
     positions_only,
+    ignored_by_another_number,
     two_rows,
     flattened,
+    flattened_and_shifted,
     flattened_for_kernels,
     trl_padding_free,
     trl_packed,

@@ -16,7 +16,6 @@ from packed_samples import (
     IGNORED,
     MODEL_TYPES,
     PACKINGS,
-    flattened,
     make_model,
     make_samples,
     packed_eagerly,
@@ -46,7 +45,8 @@ from liger_patch.patch.packing import rows_of_call, sequence_starts
 )
 def test_packed_trains_as_unpacked(packing: Callable, model_type: str) -> None:
     """Rotary embeddings take each token's own position."""
-    model, samples = make_model(model_type), make_samples(9, 4, 13, 6)
+    model = make_model(model_type)
+    samples = [*make_samples(9, 4), *make_samples(13, 6, prompts=False)]
     truth = truth_of(model, samples)
     with patched(model):
         packed, unpacked = (step(model, how(samples)) for how in (packing, padded))
@@ -68,50 +68,6 @@ def test_packed_trains_as_unpacked_on_a_gpu(model_type: str) -> None:
         ours = step(model, batch)
     eager, ours = ({n: None if v is None else v.cpu() for n, v in x.items()} for x in (eager, ours))
     assert_right(ours, eager, truth)
-
-
-def shifted_by_the_collator(samples: Any) -> dict[str, Tensor]:
-    batch = flattened(samples)
-    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
-    return batch
-
-
-def ignored_by_another_number(samples: Any) -> dict[str, Any]:
-    batch: dict[str, Any] = positions_only(samples)
-    batch["labels"][batch["labels"] == IGNORED] = -7
-    return batch | {"ignore_index": -7}
-
-
-@pytest.mark.parametrize(
-    ("make", "flag"),
-    [
-        (positions_only, "LIGER_PATCH_RETURN_LOGITS"),
-        (shifted_by_the_collator, ""),
-        (ignored_by_another_number, ""),
-    ],
-)
-def test_packed_rows_of_other_calls_train_as_unpacked(
-    make: Callable, flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, samples = make_model(), make_samples(9, 4, 13, 6)
-    truth = truth_of(model, samples)
-    if flag:
-        monkeypatch.setenv(flag, "1")
-    with patched(model):
-        torch.testing.assert_close(step(model, make(samples)), truth)
-        assert patch_status(model).fused is (flag != "LIGER_PATCH_RETURN_LOGITS")
-
-
-def test_a_mask_of_ones_hides_no_boundary() -> None:
-    """Transformers' attention looks across them then, which is said; no token predicts across."""
-    model, samples = make_model(), make_samples(9, 4, 13, 6, prompts=False)
-    batch = positions_only(samples)
-    masked = batch | {"attention_mask": torch.ones_like(batch["labels"])}
-    with patched(model):
-        with pytest.warns(UserWarning, match="see one another: .* leave it out"):
-            left_in = call(model, masked).loss
-        masked["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
-        torch.testing.assert_close(call(model, masked).loss, left_in)
 
 
 @pytest.mark.filterwarnings("ignore:liger_patch has no test of:UserWarning")
@@ -240,39 +196,20 @@ def test_where_sequences_start(arguments: dict[str, Any], expected: list[int] | 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "value", "got"),
     [
-        ({"cu_seq_lens_q": [0, 3, 6]}, "cu_seq_lens_q must be .* got list"),
-        (
-            {"cu_seq_lens_q": torch.tensor([], dtype=torch.int64)},
-            r"cu_seq_lens_q .* got torch.int64 \(0,\)",
-        ),
-        (
-            {"cu_seq_lens_q": torch.tensor([[0, 3, 6]])},
-            r"cu_seq_lens_q .* got torch.int64 \(1, 3\)",
-        ),
-        ({"cu_seq_lens_q": torch.tensor([0.0, 3.0])}, "cu_seq_lens_q .* got torch.float32"),
-        ({"cu_seq_lens_q": torch.tensor([True, False])}, "cu_seq_lens_q .* got torch.bool"),
-        ({"seq_idx": [[0, 0, 1]]}, r"seq_idx must be a tensor \(1, 6\), got list"),
-        ({"seq_idx": torch.tensor([0, 0, 1, 1, 1, 1])}, r"seq_idx .* got torch.int64 \(6,\)"),
+        ("cu_seq_lens_q", [0, 3, 6], "list"),
+        ("cu_seq_lens_q", torch.tensor([], dtype=torch.int64), r"torch.int64 \(0,\)"),
+        ("cu_seq_lens_q", torch.tensor([[0, 3, 6]]), r"torch.int64 \(1, 3\)"),
+        ("cu_seq_lens_q", torch.tensor([0.0, 3.0]), "torch.float32"),
+        ("cu_seq_lens_q", torch.tensor([True, False]), "torch.bool"),
+        ("seq_idx", [[0, 0, 1]], "list"),
+        ("seq_idx", torch.tensor([0, 0, 1, 1, 1, 1]), r"torch.int64 \(6,\)"),
     ],
 )
-def test_what_says_nothing_of_the_sequences_is_an_error(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        starts_of(6, **arguments)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_no_boundary(side: str) -> None:
-    """Positions of padded rows do not go on by one either, and eager's loss is what it was."""
-    model = make_model()
-    batch = padded(make_samples(9, 4, prompts=False), side)
-    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    eager = step(model, batch)
-    with patched(model):
-        torch.testing.assert_close(step(model, batch), eager)
+def test_what_says_nothing_of_the_sequences_is_an_error(name: str, value: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .*tensor .* got {got}"):
+        starts_of(6, **{name: value})
 
 
 IDS, POSITIONS = torch.zeros(2, 6, dtype=torch.int64), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
