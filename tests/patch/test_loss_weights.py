@@ -15,6 +15,7 @@ from packed_samples import (
     make_model,
     make_samples,
     padded,
+    positions_only,
     tensors,
 )
 from torch import Tensor
@@ -55,12 +56,13 @@ def weights_beside(batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("ordinary", [False, True], ids=["fused", "LIGER_PATCH_RETURN_LOGITS=1"])
-@pytest.mark.parametrize("collate", [padded, flattened])
+@pytest.mark.parametrize("collate", [padded, flattened, positions_only])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
 def test_the_loss_is_the_weighted_mean(
     model_type: str, collate: Any, ordinary: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, samples = make_model(model_type), make_samples(9, 4, 13)
+    """Also of packed rows whose labels are not masked where a sequence begins."""
+    model, samples = make_model(model_type), make_samples(9, 4, 13, prompts=collate is padded)
     model.config.output_router_logits = False
     truth = truth_of(model, samples)
     batch = collate(samples)
@@ -70,20 +72,6 @@ def test_the_loss_is_the_weighted_mean(
         found = step(model, batch, loss_weights=weights_beside(batch))
         assert patch_status(model).fused is not ordinary
     torch.testing.assert_close(found, truth)
-
-
-def test_boundaries_weigh_nothing_with_ordinary_logits_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Packed rows whose labels are not masked where a sequence begins."""
-    model = apply_patch(make_model())
-    tokens = torch.arange(8)[None]
-    weights = torch.tensor([[1.0, 2.0, 1.0, 2.0, 8.0, 1.0, 2.0, 1.0]])
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": tokens % 4}
-    fused = call(model, batch, loss_weights=weights, num_items_in_batch=6.0).loss
-    monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
-    ordinary = call(model, batch, loss_weights=weights, num_items_in_batch=6.0).loss
-    torch.testing.assert_close(ordinary, fused)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
