@@ -150,32 +150,6 @@ def test_a_copy_is_patched_and_independent(
     assert type(call(again, batch).logits) is Tensor
 
 
-READ_AGAIN = """
-import sys
-import torch
-model = torch.load(sys.argv[1], weights_only=False)
-batch = torch.load(sys.argv[2])
-outputs = model(**batch)
-outputs.loss.backward()
-from liger_patch import patch_status
-assert patch_status(model).fused, patch_status(model)
-assert not outputs.logits.is_computed
-torch.save(outputs.loss.detach(), sys.argv[3])
-"""
-
-
-def test_a_saved_model_is_patched_in_another_process(model: Any, tmp_path: Path) -> None:
-    batch = tiny_batch(model)
-    apply_patch(model)
-    torch.save(model, tmp_path / "model.pt")
-    torch.save(batch, tmp_path / "batch.pt")
-    (tmp_path / "script.py").write_text(READ_AGAIN)
-    names = ("script.py", "model.pt", "batch.pt", "loss.pt")
-    run(*(str(tmp_path / name) for name in names), processes=1)
-    loss = torch.load(tmp_path / "loss.pt")
-    torch.testing.assert_close(loss, call(model, batch).loss.detach())
-
-
 TRAIN_AND_MOVE = """
 import sys
 import torch
