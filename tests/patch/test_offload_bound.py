@@ -83,7 +83,8 @@ def test_inputs_are_on_their_way_before_they_are_needed(
 def test_memory_that_is_available_is_read_where_more_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    available = [PIECE_BYTES * pieces for pieces in (2, 0, 1, 100)]
+    """A system that does not say what is available sets no bound."""
+    available = [2 * PIECE_BYTES, 0, PIECE_BYTES, None]
     monkeypatch.setattr(offload_module, "available_bytes", lambda: available.pop(0))
     plain = apply_patch(model_of(num_hidden_layers=6))
     offload = offloaded(model := model_of(num_hidden_layers=6))
@@ -102,15 +103,6 @@ def test_memory_that_is_available_is_read_where_more_is_needed(
     for seed, each in enumerate(found):
         assert_same_bits(each, step(plain, seed))
     assert str(offload) == f"5 layer inputs, {5 * PIECE_BYTES // 2**20} MiB of host memory"
-
-
-def test_a_system_that_does_not_say_what_is_available_sets_no_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(offload_module, "available_bytes", lambda: None)
-    offload = offloaded(model := model_of())
-    step(model)
-    assert offload.host_bytes == 2 * PIECE_BYTES
 
 
 @KINDS
