@@ -48,8 +48,7 @@ class OwnLoss(LlamaForCausalLM):
 
 
 @pytest.fixture
-def own_loss() -> Any:
-    model = tiny_model()
+def own_loss(model: Any) -> Any:
     model.__class__ = OwnLoss
     return widened(model)
 
@@ -179,34 +178,22 @@ def test_a_replaced_loss_is_the_users(
     assert_same_bits(ours, truth)
 
 
-DEPTH = 3
-
-
 class MultiToken(LlamaForCausalLM):
-    """Predicts the next tokens one after another, as DeepSeek V3 does: layer k, from the states of
-    layer k - 1 and the embedding of the token that they predict, the token behind that.
+    """Predicts the next three tokens one after another, as DeepSeek V3 does: each of the states of
+    the last and of the embedding of the token that they predict.
     """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        size = 2 * config.hidden_size, config.hidden_size
-        self.chain = nn.ModuleList(nn.Linear(*size, bias=False) for _ in range(DEPTH - 1))
 
     def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
         states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
         logits = self.lm_head(states)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size)
-            for depth, layer in enumerate(self.chain, start=1):
-                ids = shifted(input_ids, depth, 0)
-                states = layer(torch.cat((states, self.model.embed_tokens(ids)), -1)).tanh()
-                loss = loss + 0.3 * self.loss_function(
-                    self.lm_head(states),
-                    labels,
-                    self.config.vocab_size,
-                    shift_labels=shifted(labels, depth + 1, -100),
-                )
+            loss = self.loss_function(logits, labels, V)
+            for depth in (1, 2):
+                states = (states + self.model.embed_tokens(shifted(input_ids, depth, 0))).tanh()
+                targets = shifted(labels, depth + 1, -100)
+                further = self.loss_function(self.lm_head(states), labels, V, shift_labels=targets)
+                loss = loss + 0.3 * further
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
