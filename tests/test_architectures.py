@@ -105,19 +105,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(
     assert_right(ours, eager, truth)
 
 
-def test_the_step_computes_no_logits_and_they_are_eagers_when_read(subject: Subject) -> None:
-    eager = call(subject.model, subject.batch)
-    with patched(subject.model, layers=False):
-        outputs = call(subject.model, subject.batch)
-        outputs.loss.backward()
-        subject.model.zero_grad()
-        assert_fused(subject.model)
-        assert_deferred(outputs.logits)
-        assert outputs.logits.shape == eager.logits.shape
-        assert outputs.logits.dtype == eager.logits.dtype
-        assert torch.equal(outputs.logits, eager.logits)
-
-
 def test_evaluation_computes_a_loss_without_logits(subject: Subject) -> None:
     model = subject.wide.eval()
     try:
