@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
         1,
     ),
     **each(
-        "decoder_layers decoder_num_hidden_layers encoder_num_hidden_layers index_n_heads"
+        "decoder_layers index_n_heads"
         " linear_num_key_heads moe_topk n_layer n_layers num_decoder_layers num_experts_per_tok"
         " num_hidden_layers num_key_value_heads num_layers zero_expert_num",
         2,
@@ -55,7 +55,7 @@ SIZES: dict[str, Any] = {
     ),
     **each("expert_ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size", 24),
     **each(
-        "audio_embed_dim d_model emb_dim embed_dim hidden_size lru_width mm_embed_dim n_ctx"
+        "audio_embed_dim d_model embed_dim hidden_size lru_width mm_embed_dim n_ctx"
         " n_embd n_positions out_hidden_size output_dim output_proj_dims projection_dim"
         " projector_input_dim projector_output_dim vision_output_dim word_embed_proj_dim",
         32,
@@ -129,11 +129,7 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     # Groups of four state-space attention heads are twice as wide as the model.
     "mamba2": {"num_heads": 8},
     # The cache of a decoder counts the layers of an encoder.
-    **each(
-        "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart",
-        {"encoder_layers": 2},
-    ),
-    "bigbird_pegasus": {"encoder_layers": 2, "attention_type": "original_full"},
+    "bart": {"encoder_layers": 2},
     # Blocks of the sparse attention are drawn at random.
     "big_bird": {"attention_type": "original_full"},
     # The default pattern has its attention layer, or its mixtures, behind the first two.
@@ -143,7 +139,7 @@ DEVIATIONS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     # Sizes without a default.
-    "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
