@@ -86,7 +86,6 @@ def reference_step(model: Any, batch: dict, options: dict[str, Any]) -> dict[str
             outputs.logits.flatten(0, 1),
             labels,
             reduction=options.get("reduction", "mean"),
-            num_items_in_batch=batch.get("num_items_in_batch"),
             options=LossOptions(
                 label_smoothing=options.get("label_smoothing", 0.0),
                 z_loss=options.get("z_loss", 0.0),

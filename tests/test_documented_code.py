@@ -32,13 +32,15 @@ EXAMPLES = ROOT / "examples"
 OMITTED = re.compile(r",\s*\.\.\.\s*(?=\))")  # "f(a=1, ...)", which is no Python
 
 
-def wrong_names(tree: ast.AST, names: dict[str, Any]) -> list[str]:
+def wrong_names(code: str, place: str, names: dict[str, Any]) -> list[str]:
     """Imports from liger_patch that fail, and arguments that its functions and classes do not take.
 
     Args:
         names: what the blocks in front of this one import; those of this one are added.
     """
-    wrong = []
+    tree, wrong = ast.parse(code, place), []
+    if "liger_patch.integrations.trl" in code and not find_spec("trl"):
+        return []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("liger_patch"):
             module = importlib.import_module(str(node.module))
@@ -60,9 +62,7 @@ def test_python_in_the_documents_is_right(document: Path) -> None:
     names = {name: getattr(liger_patch, name) for name in liger_patch.__all__}
     for block in blocks("python"):
         if block.place.startswith(f"{document.name}:"):
-            tree = ast.parse(OMITTED.sub("", block.code), block.place)
-            if "liger_patch.integrations.trl" not in block.code or find_spec("trl"):
-                assert wrong_names(tree, names) == [], block.place
+            assert wrong_names(OMITTED.sub("", block.code), block.place, names) == [], block.place
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
@@ -76,10 +76,8 @@ def test_python_in_a_notebook_is_right(path: Path) -> None:
             continue
         assert (cell["outputs"], cell["execution_count"]) == ([], None)
         lines = [line for line in cell["source"] if not line.startswith(("%", "!"))]
-        tree = ast.parse("".join(lines), cell["id"])
-        compile(tree, cell["id"], "exec")
-        if "liger_patch.integrations.trl" not in "".join(lines) or find_spec("trl"):
-            assert wrong_names(tree, names) == [], cell["id"]
+        compile("".join(lines), cell["id"], "exec")
+        assert wrong_names("".join(lines), cell["id"], names) == [], cell["id"]
 
 
 FIRST = {block.place.partition(":")[0]: block for block in reversed(blocks("python"))}
