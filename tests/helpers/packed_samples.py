@@ -124,10 +124,10 @@ PACKINGS: list[Callable[[list[Sample]], dict[str, Any]]] = [
 ]
 
 
-def truth_of(model: PreTrainedModel, samples: list[Sample]) -> Step:
-    """Loss and gradients of the eager model, one sequence at a time."""
+def truth_of(model: PreTrainedModel, samples: list[Sample], **how: Any) -> Step:
+    """Loss and gradients of the eager model, one sequence at a time; see ``averaged``."""
     logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
-    return averaged(model, logits, samples)
+    return averaged(model, logits, samples, **how)
 
 
 def packed_eagerly(model: PreTrainedModel, samples: list[Sample]) -> Step:
@@ -144,14 +144,18 @@ def averaged(
     samples: list[Sample],
     *,
     by_sequence: bool = False,
+    weights_of: Callable[[list[int]], list[float]] = lambda ids: [1.0] * len(ids),
 ) -> Step:
-    """Of the logits (T, V) of each sequence: the mean over all tokens, or of each one's mean."""
+    """Of the logits (T, V) of each sequence: the mean over all tokens, or of each one's mean, where
+    a token weighs what ``weights_of`` says of the sequence's ids.
+    """
     sums, counts = [], []
     for rows, sample in zip(logits, samples, strict=True):
         labels = torch.tensor(sample["labels"][1:], device=rows.device)
+        weights = torch.tensor(weights_of(sample["input_ids"])[1:]).to(rows) * (labels != IGNORED)
         if (labels != IGNORED).any():
-            sums.append(cross_entropy(rows[:-1], labels, reduction="sum"))
-            counts.append((labels != IGNORED).sum())
+            sums.append((cross_entropy(rows[:-1], labels, reduction="none") * weights).sum())
+            counts.append(weights.sum())
     total, count = torch.stack(sums), torch.stack(counts)
     loss = (total / count).mean() if by_sequence else total.sum() / count.sum()
     return {"loss": loss.detach(), **gradients(model, loss)}

@@ -9,19 +9,16 @@ import pytest
 import torch
 from packed_samples import (
     IGNORED,
-    Sample,
-    averaged,
     flattened,
     make_model,
     make_samples,
     padded,
     positions_only,
-    tensors,
+    truth_of,
 )
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
-from training_step import Step, call, gradients, patched, step
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
+from training_step import call, gradients, patched, step
 from untested_classes import NOTICE, Tomorrow
 from untested_classes import make_model as make_own_model
 
@@ -33,22 +30,6 @@ def weights_of(ids: Sequence[int]) -> list[float]:
     0; all are sums of few powers of 2, which float32 holds.
     """
     return [(each * 5 % 8) / 4 for each in ids]
-
-
-def truth_of(model: PreTrainedModel, samples: Sequence[Sample]) -> Step:
-    """The weighted mean over all supervised tokens of these sequences, and its gradients: of the
-    eager model in float64, one sequence at a time, each loss times its weight by hand.
-    """
-    total, denominator = torch.zeros((), dtype=torch.float64), 0.0
-    for sample in samples:
-        logits: Tensor = call(model, {"input_ids": tensors(sample)["input_ids"]}).logits[0]
-        labels = torch.tensor(sample["labels"][1:], dtype=torch.int64)
-        weights = torch.tensor(weights_of(sample["input_ids"])[1:], dtype=torch.float64)
-        losses = cross_entropy(logits[:-1], labels, ignore_index=IGNORED, reduction="none")
-        total = total + (weights * losses).sum()
-        denominator += weights[labels != IGNORED].sum().item()
-    loss = total / denominator
-    return {"loss": loss.detach(), **gradients(model, loss)}
 
 
 def weights_beside(batch: dict[str, Tensor]) -> Tensor:
@@ -64,7 +45,7 @@ def test_the_loss_is_the_weighted_mean(
     """Also of packed rows whose labels are not masked where a sequence begins."""
     model, samples = make_model(model_type), make_samples(9, 4, 13, prompts=collate is padded)
     model.config.output_router_logits = False
-    truth = truth_of(model, samples)
+    truth = truth_of(model, samples, weights_of=weights_of)
     batch = collate(samples)
     if ordinary:
         monkeypatch.setenv("LIGER_PATCH_RETURN_LOGITS", "1")
@@ -79,8 +60,7 @@ def test_the_loss_is_the_weighted_mean(
 def test_weights_give_the_mean_of_each_sequences_own_mean(prompts: bool, calls: int) -> None:
     """As docs/integrations.md has it: of packed rows, in one call or in several of a step."""
     model, samples = make_model(), make_samples(9, 4, 13, prompts=prompts)
-    logits = [call(model, {"input_ids": tensors(s)["input_ids"]}).logits[0] for s in samples]
-    truth = averaged(model, logits, samples, by_sequence=True)
+    truth = truth_of(model, samples, by_sequence=True)
     losses = []
     with patched(model):
         for part in (samples,) if calls == 1 else (samples[:1], samples[1:]):
@@ -95,7 +75,7 @@ def test_weights_give_the_mean_of_each_sequences_own_mean(prompts: bool, calls: 
 
 def test_weights_beside_shift_labels_are_theirs() -> None:
     model, samples = make_model(), make_samples(9, 4, 13)
-    truth, batch = truth_of(model, samples), padded(samples)
+    truth, batch = truth_of(model, samples, weights_of=weights_of), padded(samples)
     weights = pad(weights_beside(batch)[:, 1:], (0, 1))
     targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     with patched(model):
@@ -127,7 +107,7 @@ class SkipsToken(Tomorrow):
 
 def test_weights_follow_labels_of_which_a_model_makes_shift_labels() -> None:
     model, samples = make_own_model(ShiftsLabels).double(), make_samples(9, 4, 13)
-    truth, batch = truth_of(model, samples), padded(samples)
+    truth, batch = truth_of(model, samples, weights_of=weights_of), padded(samples)
     weights = weights_beside(batch)
     apply_patch(model, layers=False)
     with pytest.warns(UserWarning, match=NOTICE):
