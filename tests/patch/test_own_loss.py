@@ -15,51 +15,40 @@ from torch import Tensor, nn
 from training_step import assert_same_step, call, patched, step, widened
 from transformers import LlamaForCausalLM
 from transformers.loss import loss_utils
-from transformers.modeling_outputs import CausalLMOutput, CausalLMOutputWithPast
-from untested_classes import NOTICE
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from untested_classes import NOTICE, Tomorrow, make_model
 
 from liger_patch import apply_patch, patch_status
 
 
-class OwnLoss(LlamaForCausalLM):
+class OwnLoss(Tomorrow):
     """Computes its loss itself, as some models of Transformers do."""
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        labels=None,
-        smoothing=0.0,
-        reduction="mean",
-        beside_a_mean=False,
-        **kwargs,
-    ):
-        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
-        logits = self.lm_head(hidden_states)
-        loss = None
-        if labels is not None:
-            shifted = logits.float()[..., :-1, :].contiguous().view(-1, V)
-            targets = labels[..., 1:].reshape(-1)
-            loss_function = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction)
-            loss = loss_function(shifted, targets).mean()
-            if beside_a_mean:
-                loss = loss + nn.functional.cross_entropy(shifted, targets)
-        return CausalLMOutput(loss=loss, logits=logits)
+    smoothing, reduction, beside_a_mean = 0.0, "mean", False
+
+    def loss_of(self, logits: Any, labels: Tensor) -> Any:
+        shifted = logits.float()[..., :-1, :].contiguous().view(-1, V)
+        targets = labels[..., 1:].reshape(-1)
+        how: Any = {"label_smoothing": self.smoothing, "reduction": self.reduction}
+        loss = nn.CrossEntropyLoss(**how)(shifted, targets).mean()
+        if self.beside_a_mean:
+            loss = loss + nn.functional.cross_entropy(shifted, targets)
+        return loss
 
 
 @pytest.fixture
-def own_loss(model: Any) -> Any:
-    model.__class__ = OwnLoss
-    return widened(model)
+def own_loss() -> Any:
+    return widened(make_model(OwnLoss))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_a_loss_that_the_model_computes_itself_is_fused(own_loss: Any, smoothing: float) -> None:
     batch = tiny_batch(own_loss)
-    truth = step(own_loss, batch, smoothing=smoothing)
+    own_loss.smoothing = smoothing
+    truth = step(own_loss, batch)
     with patched(own_loss):
         with pytest.warns(UserWarning, match=NOTICE):
-            ours = step(own_loss, batch, smoothing=smoothing)
+            ours = step(own_loss, batch)
         assert patch_status(own_loss).fused
         assert not call(own_loss, batch).logits.is_computed
     assert_no_worse(ours, truth, truth, torch.float32)
@@ -87,7 +76,8 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
         with pytest.warns(UserWarning, match=NOTICE):
             ours = step(own_loss, batch)
         assert patch_status(own_loss).fused
-        torch.testing.assert_close(step(own_loss, batch, smoothing=0.1), ours)
+        own_loss.smoothing = 0.1
+        torch.testing.assert_close(step(own_loss, batch), ours)
     assert_no_worse(ours, truth, truth, torch.float32)
 
 
@@ -106,14 +96,11 @@ def test_the_options_of_the_patch_reach_a_loss_that_the_model_computes_itself(
 def test_an_option_that_the_models_own_loss_has_otherwise_is_an_error(
     own_loss: Any, options: dict[str, Any], of_its_own: dict[str, Any]
 ) -> None:
-    batch, (name, *_) = tiny_batch(own_loss), options
-    with (
-        patched(own_loss, **options),
-        pytest.raises(
-            ValueError, match=f"^{name}=[^,]* cannot reach the loss that OwnLoss computes"
-        ),
-    ):
-        call(own_loss, batch, **of_its_own)
+    (name, *_) = options
+    vars(own_loss).update(of_its_own)
+    said = f"^{name}=[^,]* cannot reach the loss that OwnLoss computes"
+    with patched(own_loss, **options), pytest.raises(ValueError, match=said):
+        call(own_loss, tiny_batch(own_loss))
 
 
 def test_the_options_of_the_patch_without_the_fused_loss_are_an_error_there(
