@@ -41,19 +41,11 @@ class Float64(TorchFunctionMode):
             return args[0] if args[0].dtype == torch.float64 else args[0].double()
         if func is torch.full and any(isinstance(e, float) for e in (*args, *kwargs.values())):
             kwargs.setdefault("dtype", torch.float64)
-        if func is not Tensor.view:  # the same bits as another dtype
+        # 20 steps are many calls, and most have no dtype; ``view`` gives the same bits another one
+        has_dtype = any(each is torch.float32 for each in (*args, *kwargs.values()))
+        if has_dtype and func is not Tensor.view:
             args = [torch.float64 if each is torch.float32 else each for each in args]
             kwargs = {n: torch.float64 if v is torch.float32 else v for n, v in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-class FastFloat64(Float64):
-    """Looks for dtypes only where Trainer and tiny models have them: 20 steps are many calls."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.float or any(each is torch.float32 for each in (*args, *kwargs.values())):
-            return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -63,11 +55,11 @@ def in_float64() -> Iterator[None]:
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_in_float64(*args: Any, **kwargs: Any) -> Any:
-        with FastFloat64():
+        with Float64():
             return run_backward(*args, **kwargs)
 
     with (
-        FastFloat64(),
+        Float64(),
         mock.patch.object(torch.autograd, "_engine_run_backward", run_backward_in_float64),
     ):
         yield
