@@ -123,8 +123,6 @@ def assert_eagers(model: Any, batch: Any, eager: Any, reason: str | None, **argu
 def test_a_picked_class_is_verified_and_fused_or_left_alone(
     row: Architecture, reason: str | None
 ) -> None:
-    if not hasattr(transformers, row.class_name):
-        pytest.skip(f"Transformers {transformers.__version__} has no {row.class_name}")
     model = tiny_model(row).double()
     batch, arguments = tiny_batch(model), router_arguments(model)
     eager = step(model, batch, **arguments)
