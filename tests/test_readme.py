@@ -115,11 +115,8 @@ def test_documents_have_what_is_generated_for_them(name: str) -> None:
 
 
 def test_every_section_of_the_documents_is_generated() -> None:
-    of_others = {
-        "kinds",
-        "engines",
-        "estimated_peaks",
-    }  # test_head_kinds, test_distributed, test_calibration
+    # of test_head_kinds, test_distributed and test_calibration
+    of_others = {"kinds", "engines", "estimated_peaks"}
     found = {
         name
         for document in (README, *DOCS.glob("*.md"))

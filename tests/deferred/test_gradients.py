@@ -202,8 +202,7 @@ def test_a_frozen_model_has_no_gradient() -> None:
     assert not outputs.logits.requires_grad
 
 
-def test_functional_call_uses_the_given_parameters() -> None:
-    model = tiny_model()
+def test_functional_call_uses_the_given_parameters(model: Any) -> None:
     batch = tiny_batch(model)
     parameters = {n: (p.detach() * 0.5).requires_grad_() for n, p in model.named_parameters()}
     results = []

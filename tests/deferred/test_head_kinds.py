@@ -15,6 +15,7 @@ import torch
 import training_step
 from documents import check_section, table_of
 from exactness import assert_no_worse
+from slow_cases import slow_but
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -208,21 +209,8 @@ def step(model: Any, trained: str, autocast: bool = False) -> dict[str, Any]:
     return training_step.step(model, tiny_batch(model), autocast=autocast)
 
 
-def of_the_cell(kind: Kind, precision: str, patch: str) -> Any:
-    """The most exact numbers of a kind are its quick test."""
-    most_exact = "bfloat16" if kind.quantized else "float64"
-    return () if (precision, patch) == (most_exact, "after") else pytest.mark.slow
-
-
 CELLS = [
-    pytest.param(
-        name,
-        trained,
-        precision,
-        patch,
-        id=f"{name}-{trained}-{precision}-{patch}",
-        marks=of_the_cell(kind, precision, patch),
-    )
+    (name, trained, precision, patch)
     for name, kind in KINDS.items()
     for trained in kind.trained
     for precision in PRECISIONS
@@ -232,7 +220,16 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "trained", "precision", "patch"), CELLS)
+def is_quick(cell: tuple[str, str, str, str]) -> bool:
+    """The most exact numbers of a kind are its quick test."""
+    name, _, precision, patch = cell
+    most_exact = "bfloat16" if KINDS[name].quantized else "float64"
+    return (precision, patch) == (most_exact, "after")
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "precision", "patch"), slow_but([*filter(is_quick, CELLS)], CELLS)
+)
 def test_every_cell_is_what_the_table_says(
     name: str, trained: str, precision: str, patch: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from eager_logits import MASK, assert_same, outcome, outputs_of, unlike
 from tiny_models import VOCAB_SIZE as V
-from tiny_models import tiny_batch, tiny_model
+from tiny_models import tiny_batch
 from torch import Tensor
 
 from liger_patch import apply_patch, patch_status
@@ -143,7 +143,7 @@ def test_logits_read_after_autocast_are_those_of_autocast(device_dtype: torch.dt
     assert_same(ours + 0, expected + 0)
 
 
-def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
+def test_a_traced_forward_pass_computes_ordinary_logits(model: Any) -> None:
     class Loss(torch.nn.Module):
         def __init__(self, model: Any) -> None:
             super().__init__()
@@ -153,7 +153,6 @@ def test_a_traced_forward_pass_computes_ordinary_logits() -> None:
             outputs = self.model(input_ids=input_ids, labels=labels)
             return outputs.loss, outputs.logits
 
-    model = tiny_model()
     batch = tiny_batch(model)
     arguments = batch["input_ids"], batch["labels"]
     with warnings.catch_warnings():

@@ -181,8 +181,7 @@ def test_no_supervised_token_gives_zero_loss_and_zero_gradients(
         assert all(gradient is None or not gradient.any() for gradient in ours.values())
 
 
-def test_a_resized_vocabulary_is_fused() -> None:
-    model = tiny_model()
+def test_a_resized_vocabulary_is_fused(model: Any) -> None:
     apply_patch(model)
     model.resize_token_embeddings(V + 6, mean_resizing=False)
     model = model.double()

@@ -152,9 +152,8 @@ def focal(source: Tensor, target: Tensor, *_: Any, **options: Any) -> Tensor:
     ids=["of Transformers", "of torch"],
 )
 def test_a_replaced_loss_is_the_users(
-    holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    holder: Any, name: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model()
     batch = tiny_batch(model)
     ordinary = call(model, batch).loss
     monkeypatch.setattr(holder, name, focal)

@@ -106,8 +106,7 @@ def test_the_first_step_under_autocast_has_every_gradient() -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_an_argument_that_changes_in_a_call_is_left_to_it() -> None:
-    model = tiny_model()
+def test_an_argument_that_changes_in_a_call_is_left_to_it(model: Any) -> None:
     arguments = tiny_batch(model)
     caches = [transformers.DynamicCache() for _ in range(2)]
     expected = model(**arguments, past_key_values=caches[0])
