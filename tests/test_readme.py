@@ -91,11 +91,7 @@ QUOTED: dict[str, tuple[Callable[[dict], str], str, str]] = {
         "linear_cross_entropy",
         "MiB|unfiltered|peaked|Zipf|Qwen3.5|TRL|tokens 65536|Gemma-3-270M",
     ),
-    "distributed_steps": (
-        distributed_table,
-        "distributed_step",
-        "tensor parallel|layers=False|Qwen3-8B.* DDP",
-    ),
+    "distributed_steps": (distributed_table, "distributed_step", ""),
     "convergence": (convergence_table, "convergence", WITHOUT_LAYERS),
     "soaks": (soak_table, "soak", ""),
     "soak_trainer": (soak_table, "soak_trainer", ""),
