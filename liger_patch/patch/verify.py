@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from liger_patch.deferred.engines import in_process_group
@@ -30,12 +29,6 @@ TOKENS = 256  # of the slice: its float32 logits take 256 MiB at a vocabulary of
 LOSS_ROUNDINGS = 32  # eps of float32 between two sums of all losses
 TOKEN_ROUNDINGS = 4  # of logits and of a token's loss, that is near 0 perhaps
 SMALL = 1 << 20  # numbers of a buffer that is put back: a larger one is a weight
-STATE = Number, RemovableHandle  # attributes that are put back
-HOOKS = (  # and their options
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks"),
-)
 
 
 def note_rounding(
@@ -195,32 +188,34 @@ def _same_random_numbers(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _same_state(model: PreTrainedModel) -> Iterator[None]:
     """Put back what a forward pass changes in its modules: running statistics, counters, and hooks
-    with their handles, which may come and go.
+    that remove themselves. Where it adds hooks, they and all counters stay: something says that
+    they are there, and would not add them again.
     """
     buffers = [b for b in model.buffers() if b.numel() <= SMALL and not b.is_meta]
     before = [(b, b._version, b.clone()) for b in buffers]
     modules = list(model.modules())
     names = [dict(module._buffers) for module in modules]
     states = [dict(vars(module)) for module in modules]
-    held = [value for state in states for name, value in state.items() if name in HOOKS]
-    hooks = [(each, list(each.items())) for each in held]
+    items = [item for state in states for item in state.items()]
+    held = [value for name, value in items if "_hooks" in name and isinstance(value, dict)]
+    hooks = [(each, dict(each)) for each in held]
     try:
         yield
     finally:
+        adds = any(each.keys() - own_hooks.keys() for each, own_hooks in hooks)
         for buffer, version, values in before:
             if buffer._version != version:
                 buffer.copy_(values)
         for module, own_buffers, state in zip(modules, names, states, strict=True):
             module._buffers.update(own_buffers)
             now = vars(module)
-            for name in now.keys() | state.keys():
-                if not any(isinstance(each.get(name), STATE) for each in (now, state)):
+            for name in () if adds else now.keys() | state.keys():
+                if not any(isinstance(each.get(name), Number) for each in (now, state)):
                     continue
                 if name in state:
                     now[name] = state[name]
                 else:  # the class has its own
                     del now[name]
-        for each, own_hooks in hooks:
-            if list(each.items()) != own_hooks:
-                each.clear()
-                each.update(own_hooks)
+        for each, own_hooks in () if adds else hooks:
+            each.clear()
+            each.update(own_hooks)

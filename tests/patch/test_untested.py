@@ -337,13 +337,39 @@ def test_a_hook_that_needs_gradients_runs_in_the_call() -> None:
 
 
 class Registers(Tomorrow):
-    """Registers a hook at its first call, and keeps the handle."""
+    """Registers a hook at its first call, and keeps the handle in a list."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.handles = []
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        if not self.handles:
+            self.handles.append(self.model.norm.register_forward_hook(lambda *args: 3 * args[2]))
+        return super().forward(input_ids, labels, attention_mask)
+
+
+class Registered(Tomorrow):
+    """The same with a flag."""
+
+    is_ready = False
+
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
+        if not self.is_ready:
+            self.model.norm.register_forward_hook(lambda *args: 3 * args[2])
+            self.is_ready = True
+        return super().forward(input_ids, labels, attention_mask)
+
+
+class RegistersAnew(Tomorrow):
+    """Replaces its hook at each call."""
 
     handle = None
 
     def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> Any:
-        if self.handle is None:
-            self.handle = self.model.norm.register_forward_hook(lambda *args: 3 * args[2])
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = self.model.norm.register_forward_hook(lambda *args: 3 * args[2])
         return super().forward(input_ids, labels, attention_mask)
 
 
@@ -359,7 +385,7 @@ class Unregisters(Tomorrow):
         return 3 * states
 
 
-@pytest.mark.parametrize("cls", [Registers, Unregisters])
+@pytest.mark.parametrize("cls", [Registers, Registered, RegistersAnew, Unregisters])
 @pytest.mark.parametrize("hooks", [0, 1])
 def test_hooks_come_and_go_in_the_call(cls: Any, hooks: int) -> None:
     losses = []
