@@ -34,7 +34,8 @@ class PatchStatus:
 
     Attributes:
         patched: whether the model is patched.
-        fused: whether its last loss was fused; None before the first call with labels.
+        fused: whether its last loss was fused; None before the first call with labels, or False
+            where TRL or Liger-Kernel has replaced its forward.
         reason: why its last loss was not fused, or which forward may keep calls from the patched
             one; None if it was fused, or before the first call.
         rows: (name, value) of each line of the table.
@@ -91,7 +92,7 @@ def patch_status(model: nn.Module) -> PatchStatus:
     verdict = {
         None: not_yet,
         True: "fused",
-        False: f"{'ordinary logits' if other is None else other.fallback_text}: {reason}",
+        False: f"{record.instead}: {reason}",
     }
     trains = weight is not None and weight.requires_grad
     counts = count_layers(target)

@@ -194,6 +194,7 @@ def test_a_forward_of_liger_kernel_is_warned_of(model: Any) -> None:
     apply_patch(model)
     with pytest.warns(UserWarning, match="leaves the loss to Liger-Kernel: .*use_liger_kernel"):
         model.forward = MethodType(lce_forward, model)
+    assert status_table(model)["last loss"].startswith("leaves the loss to Liger-Kernel: ")
     assert patch_status(model).fused is False
 
 

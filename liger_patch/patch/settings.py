@@ -48,6 +48,7 @@ class PatchRecord:
 
     Attributes:
         fused, reason: as ``patch_status`` gives them.
+        instead: what happens where no loss is fused, in words.
         warned: the warnings that were given.
         tested: whether the architecture has a row in the registry, and its class Transformers' own
             forward. Any other is compared with the ordinary path at its first call, by
@@ -76,6 +77,7 @@ class PatchRecord:
     settings: LossSettings
     fused: bool | None = None
     reason: str | None = None
+    instead: str = ""
     warned: set[str] = field(default_factory=set)
     tested: bool = True
     architecture: str = ""
@@ -119,12 +121,12 @@ class PatchRecord:
         if not is_expected and flags.return_logits() is False:
             raise RuntimeError(f"LIGER_PATCH_RETURN_LOGITS=0 demands the fused loss, but {reason}")
         self.fused, self.reason = reason is None, reason
-        if is_expected:
-            return
         if fallback_text is None and self.fused_head_call is not None:
             fallback_text = self.fused_head_call.fallback_text
-        fallback_text = fallback_text or "computes ordinary logits and an ordinary loss"
-        self.warn_once(f"{fallback_text}: {reason}")
+        self.instead = fallback_text or "ordinary logits"
+        if not is_expected:
+            fallback_text = fallback_text or "computes ordinary logits and an ordinary loss"
+            self.warn_once(f"{fallback_text}: {reason}")
 
     def warn_once(self, message: str) -> None:
         """Warn of something, once for this model."""
