@@ -206,7 +206,8 @@ def leads_to_patch(forward: Callable[..., Any] | None, patched: type[PreTrainedM
         if forward in (patched.forward, inspect.unwrap(patched.forward)):
             return True
         # accelerate's hooks are partials that wrap a forward; others may be plain ones of it
-        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "func", None)
+        inner = forward.func if isinstance(forward, functools.partial) else None
+        forward = getattr(forward, "__wrapped__", inner)
     return False
 
 
@@ -260,7 +261,7 @@ def _forward_with_loss(
             model, record, inner, args, kwargs, named, weights, leaks, return_logits
         )
     except Exception:
-        if compares and not record.verified:  # what could not be compared may be this call alone
+        if compares:  # what could not be compared may be this call alone
             record.compared = None
         raise
 
