@@ -179,7 +179,7 @@ def _ids(options: dict[str, Any], shape: torch.Size) -> Tensor | None:
     ids = options.get("seq_idx")
     if ids is not None and (ids.shape != shape or ids.dtype not in (torch.int32, torch.int64)):
         given = f"{ids.dtype} {tuple(ids.shape)}"
-        raise ValueError(f"seq_idx must be integers {tuple(shape)}, got {given}")
+        raise ValueError(f"seq_idx must be int32 or int64 {tuple(shape)}, got {given}")
     return ids
 
 

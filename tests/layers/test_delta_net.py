@@ -98,6 +98,14 @@ def test_sequences_of_a_row_are_those_of_rows_of_their_own(names: list[str]) -> 
     torch.testing.assert_close(packed, torch.cat([layer(p) for p in x.split(lengths, 1)], 1))
 
 
+@pytest.mark.parametrize("ids", [torch.zeros(1, 8).short(), torch.zeros(1, 9).int()], ids=str)
+def test_sequences_that_do_not_fit_the_row_are_an_error(ids: Tensor) -> None:
+    model = apply_patch(tiny_model("qwen3_5_text"), layers=["delta_net"])
+    layer = layers_of(model)[0]
+    with pytest.raises(ValueError, match=r"seq_idx must be int32 or int64 \(1, 8\), got torch.int"):
+        layer(torch.randn(1, 8, layer.hidden_size), seq_idx=ids)
+
+
 def test_a_state_is_left_to_transformers(calls: list[str]) -> None:
     modeling = transformers.models.qwen3_next.modeling_qwen3_next
     own = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
