@@ -33,7 +33,7 @@ TRLS_HEAD = (
 )
 LIGERS = (
     "Liger-Kernel has replaced the forward of a model that was patched before. Leave out "
-    "use_liger_kernel=True of the Trainer's arguments"
+    "use_liger_kernel=True of the Trainer's arguments, and load the model again"
 )
 
 
