@@ -37,11 +37,12 @@ from liger_patch.patch.fallback import (
     why_transformed,
 )
 from liger_patch.patch.labels import (
+    HANDS_OVER,
     LOSS_WEIGHTS,
-    ExpectedLabels,
     expected_labels,
+    gives_logits_to_loss,
     take_weights,
-    used_tokens,
+    used_by_loss,
     weights_of_targets,
 )
 from liger_patch.patch.loss import ForwardPass
@@ -57,12 +58,9 @@ from liger_patch.patch.verify import compare_losses
 from liger_patch.subclass import (
     ORIGINAL,
     derived_class,
-    is_transformers,
     once_for_each_class,
-    original_class,
 )
 
-HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 RECORD = "_liger_patch"  # attribute of a patched instance: its PatchRecord
 WHY_REAL = "_liger_patch_why"  # attribute of real logits of a call in deferred_logits(): why
 _defers: ContextVar[bool] = ContextVar("defers", default=False)  # in deferred_logits()
@@ -306,7 +304,7 @@ def _deferred_forward(
                 _replace_loss_function(stack, model, without_rows)
             if not traced:
                 used = UsedTokens(
-                    functools.partial(_used_by_loss, model, record, forward_pass.expected, named),
+                    functools.partial(used_by_loss, model, record, forward_pass.expected, named),
                     sees_before=has_other_layers(model),
                 )
                 stack.enter_context(used)
@@ -316,33 +314,6 @@ def _deferred_forward(
         if not forward_pass.done or lacks_option:
             _note_own_loss(model, record, forward_pass)
     return outputs
-
-
-def _used_by_loss(
-    model: PreTrainedModel,
-    record: PatchRecord,
-    expected: ExpectedLabels | None,
-    named: Mapping[str, Any],
-) -> Tensor | None:
-    """Return (B, T) bool, True for the tokens whose results a call uses. None for all of them: in a
-    loss that is not fused, or that may not be the one that is expected, as in a forward that is not
-    Transformers' own.
-    """
-    if expected is None or not getattr(type(model), HANDS_OVER):
-        return None
-    if record.replaced_forward is not None or not is_transformers(original_class(model).forward):
-        return None
-    targets = expected.targets.view(expected.labels.shape)
-    return used_tokens(model, record, targets, expected.ignore_index, named)
-
-
-def gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
-    """Return whether a class gives its logits to ``self.loss_function``, and to nothing else that
-    could be a loss.
-    """
-    code = getattr(inspect.unwrap(original.forward), "__code__", None)
-    names = () if code is None else code.co_names
-    return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
 def _is_to_be_compared(

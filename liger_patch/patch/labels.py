@@ -11,6 +11,7 @@ weigh, and which tokens' results the call uses. B: rows, T: tokens of a row.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from transformers import PreTrainedModel
 from liger_patch.kernels.head.labels import compact_ahead
 from liger_patch.patch.packing import IGNORE_INDEX, next_labels
 from liger_patch.patch.settings import PatchRecord
+from liger_patch.subclass import is_transformers, original_class
 
+HANDS_OVER = "_liger_patch_hands_over"  # of a patched class: see gives_logits_to_loss
 LOSS_WEIGHTS = "loss_weights"
 OUTPUT_FLAGS = ("output_router_logits", "output_hidden_states", "output_attentions")
 
@@ -135,6 +138,33 @@ def weights_of_targets(
                 "places"
             )
     return weights if labels_shifted else pad(weights[..., 1:], (0, 1))
+
+
+def used_by_loss(
+    model: PreTrainedModel,
+    record: PatchRecord,
+    expected: ExpectedLabels | None,
+    named: Mapping[str, Any],
+) -> Tensor | None:
+    """Return (B, T) bool, True for the tokens whose results a call uses. None for all of them: in a
+    loss that is not fused, or that may not be the one that is expected, as in a forward that is not
+    Transformers' own.
+    """
+    if expected is None or not getattr(type(model), HANDS_OVER):
+        return None
+    if record.replaced_forward is not None or not is_transformers(original_class(model).forward):
+        return None
+    targets = expected.targets.view(expected.labels.shape)
+    return used_tokens(model, record, targets, expected.ignore_index, named)
+
+
+def gives_logits_to_loss(original: type[PreTrainedModel]) -> bool:
+    """Return whether a class gives its logits to ``self.loss_function``, and to nothing else that
+    could be a loss.
+    """
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    names = () if code is None else code.co_names
+    return "loss_function" in names and not {"CrossEntropyLoss", "functional", "F"} & {*names}
 
 
 def used_tokens(

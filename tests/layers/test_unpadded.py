@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from liger_patch import apply_patch, registry
 from liger_patch.layers import unpadded
 from liger_patch.layers.replace import count_layers
-from liger_patch.patch.forward import gives_logits_to_loss
+from liger_patch.patch.labels import gives_logits_to_loss
 
 pytestmark = WARNINGS
 # of a row: from, to. The second begins behind the place where the first ends; the last is empty
