@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from tiny_models import tiny_batch, tiny_model
-from torch import Tensor
-from training_step import call, step
+from torch import Tensor, nn
+from training_step import assert_same_step, call, step
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from untested_classes import NOTICE, LooksAtTypes, Tomorrow, make_model
 
@@ -169,3 +169,100 @@ def test_a_checkpoint_around_head_and_loss_is_computed_again() -> None:
     with pytest.warns(UserWarning, match=NOTICE):
         ours = step(model, tiny_batch(model))
     torch.testing.assert_close(ours, expected)  # its gradients are those of the ordinary path
+
+
+def test_a_hook_that_needs_gradients_runs_in_the_call() -> None:
+    """It raises an error in the passes that are compared, which have none."""
+    model, names = make_model(Tomorrow).double(), []
+    model.model.norm.register_forward_hook(lambda *args: names.append(args[2].grad_fn.name()))
+    batch = tiny_batch(model)
+    eager = step(model, batch)
+    with pytest.warns(UserWarning, match="'NoneType' object has no attribute 'name'"):
+        ours = step(apply_patch(model), batch)
+    assert patch_status(model).fused
+    assert_same_step(ours, eager)
+
+
+class HooksItself(Tomorrow):
+    """Keeps the handles of hooks on its norm, which it registers when it is called."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.handles: list[Any] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.prepare()
+        return super().forward(*args, **kwargs)
+
+    def prepare(self) -> None:
+        if not self.handles:
+            self.register()
+
+    def register(self) -> None:
+        self.handles.append(self.model.norm.register_forward_hook(self.hook))
+
+    def hook(self, _: nn.Module, __: object, states: Tensor) -> Tensor:
+        return 3 * states
+
+
+class Flagged(HooksItself):
+    """Knows by a number that the hook is there."""
+
+    is_ready = False
+
+    def prepare(self) -> None:
+        if not self.is_ready:
+            self.register()
+            self.is_ready = True
+
+
+class HooksAnew(HooksItself):
+    """Replaces its hook at each call."""
+
+    def prepare(self) -> None:
+        for each in self.handles:
+            each.remove()
+        self.register()
+
+
+class HookedOnce(HooksItself):
+    """Has a hook from the start, which removes itself."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register()
+
+    def hook(self, _: nn.Module, __: object, states: Tensor) -> Tensor:
+        self.handles[0].remove()
+        return 3 * states
+
+
+@pytest.mark.parametrize("cls", [HooksItself, Flagged, HooksAnew, HookedOnce])
+@pytest.mark.parametrize("hooks", [0, 1])
+@pytest.mark.filterwarnings(f"ignore:.*{NOTICE}")
+def test_hooks_come_and_go_in_the_call(cls: Any, hooks: int) -> None:
+    losses = []
+    for patched in (False, True):
+        model = make_model(cls)
+        for _ in range(hooks):  # another one on the same module
+            model.model.norm.register_forward_hook(lambda *args: args[2] + 1)
+        if patched:
+            apply_patch(model)
+        batch = tiny_batch(model)
+        losses.append([step(model, batch)["loss"] for _ in range(2)])
+    assert patch_status(model).architecture == "verified"
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_a_call_that_fails_is_not_the_one_that_is_compared() -> None:
+    model = apply_patch(make_model(Tomorrow))
+    batch = tiny_batch(model)
+    wrong = {**batch, "labels": torch.full_like(batch["labels"], 10**6)}
+    with (
+        pytest.warns(UserWarning, match="was not compared"),
+        pytest.raises(Exception, match="1000000"),
+    ):
+        call(model, wrong)
+    with pytest.warns(UserWarning, match=NOTICE):
+        call(model, batch)
+    assert patch_status(model).architecture == "verified"
